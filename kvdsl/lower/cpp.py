@@ -13,6 +13,7 @@ from kvdsl.ir.nodes import (
     Axis,
     Column,
     ColumnRef,
+    Enough,
     Expr,
     Keep,
     LayerRange,
@@ -23,7 +24,7 @@ from kvdsl.ir.nodes import (
     Reduce,
     Select,
 )
-from kvdsl.ir.visitors import of_query_heads, rewrite, walk
+from kvdsl.ir.visitors import children, of_query_heads, rewrite, walk
 from kvdsl.lower.cpp_expressions import (
     CAN,
     DIM,
@@ -38,6 +39,7 @@ from kvdsl.lower.cpp_expressions import (
     over_group,
     ring_name,
     size_of_dims,
+    varies,
 )
 from kvdsl.lower.expression import (
     Fragment,
@@ -49,6 +51,7 @@ from kvdsl.lower.expression import (
     fragment,
     hoist,
     in_layers,
+    is_vector,
     names_of,
     reads,
     texts,
@@ -65,12 +68,13 @@ _INITIAL = {"max": "-INFINITY", "min": "INFINITY", "fold": "NAN"}
 class CountPlan:
     """A number of tokens that reads the data, as the body of a function: statements before it, and the value, a double.
 
-    `reads_keys`: whether it needs k or v.
+    `reads_keys`: whether it needs k or v. `asks`: whether it needs these, or a query head's own. `scratch`: work rows that it uses.
     """
 
     before: tuple[str, ...]
     value: str
     reads_keys: bool
+    asks: bool
     scratch: int
 
 
@@ -266,11 +270,20 @@ def _hoist(
         known: names of what has been computed already.
         alone: whether the view is a query's of one head.
     """
+    exprs = list(exprs)
+    inside = {part for expr in exprs for part in _inside_of_vectors(expr)}
 
     def statement(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
         CAN.check(expr)
         if isinstance(expr, Reduce) and expr.axis is not Axis.SLOT:
-            return _over_dims(view, expr, name, names, alone=alone) if expr.axis is Axis.DIM else None
+            if expr.axis is not Axis.DIM:
+                return None
+            if not varies(expr) or expr not in inside:
+                return _over_dims(view, expr, name, names, alone=alone)
+            if of_query_heads(expr) and not alone:
+                raise NotLowerable("a reduction over dims of what a query is compared with, inside another one")
+            made = function_of(SlotPrinter(view, names, alone=alone).value(expr), SLOT)
+            return fragment(f"const auto {name} = {view}.each({{}});", made)
         if of_query_heads(expr) and not alone:
             raise NotLowerable("a reduction over slots of what a query is compared with")
         printer = SlotPrinter(view, names, alone=alone)
@@ -293,6 +306,16 @@ def _hoist(
         return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
     return hoist(exprs, statement, known)
+
+
+def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
+    """Reductions over dims within what has dims itself: each slot has them once, not once a dim."""
+    if isinstance(expr, Reduce) and expr.axis is Axis.DIM and inside:
+        yield expr
+    if isinstance(expr, (Reduce, Rank, Pool)):
+        inside = isinstance(expr, Reduce) and (expr.axis is Axis.DIM or is_vector(expr))
+    for child in children(expr):
+        yield from _inside_of_vectors(child, inside=inside)
 
 
 def _first(view: str, policy: Policy, uses: Iterable[Use], written: list[Column] | None = None) -> list[str]:
@@ -330,15 +353,26 @@ def _count(view: str, count: Expr | None, layers: LayerRange | Select | None, po
     """A number of tokens that reads the data, in some layers; None where it reads none."""
     if count is None:
         return None
-    outer = [part for part in walk(count) if isinstance(part, Reduce)]
-    inner = [part.body if part.axis is Axis.SLOT else part for part in outer]
-    before, hoisted = _hoist(view, inner)
+    alone = of_query_heads(count)
+    before, hoisted = _hoist(view, _reduced(count), alone=alone)
     low, high = (None, None) if layers is None else (layers.low, layers.high)
-    value = CountPrinter(view, hoisted).value(in_layers(count, low, high))
+    value = CountPrinter(view, hoisted, alone=alone).value(in_layers(count, low, high))
     uses = uses_of(value, *before)
     rings = _ring_reductions(uses, 0)
     lines = (*_first(view, policy, uses), *rings, *texts(before))
-    return CountPlan(lines, f"kvdsl::at_least_one({value.text})", _needs_keys(uses), len(rings))
+    return CountPlan(lines, value.text, _needs_keys(uses), alone or _needs_keys(uses), len(rings))
+
+
+def _reduced(count: Expr) -> Iterator[Expr]:
+    """What a number reduces over slots, as doubles."""
+    if isinstance(count, Reduce):
+        yield count.body if count.axis is Axis.SLOT else count
+    elif isinstance(count, Enough):
+        yield from (count.body, count.by)
+        yield from _reduced(count.share)
+    else:
+        for child in children(count):
+            yield from _reduced(child)
 
 
 def _settle_if_own(policy: Policy) -> _Settle:
@@ -442,10 +476,7 @@ def _select(policy: Policy) -> SelectPlan | None:
     voted_before, voted, voted_alone = ((), "", False) if rest is None else _expression(policy, rest, names)
     if voted_alone:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
-    measured = policy.select.measured
-    count = _count("row", measured, policy.select, policy)
-    if count is not None and measured is not None and (count.reads_keys or of_query_heads(measured)):
-        raise NotLowerable("a count of `select` that reads keys, values or queries")
+    count = _count("row", policy.select.measured, policy.select, policy)
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Binary,
     Call,
     ColumnRef,
+    Enough,
     Expr,
     FoldRef,
     GivenRef,
@@ -68,6 +70,7 @@ CAN = Target(
     operators=OPERATORS,
     pools=("max", "mean"),
     ranks=True,
+    counts=True,
     tensors=True,
     given=True,
 )
@@ -108,14 +111,15 @@ class _CppPrinter(Printer):
 
 @dataclass(frozen=True)
 class CountPrinter(_CppPrinter):
-    """One double per row and KV head, read from `view`, `row` or `head`. It is floored, so that its last bit matters: products are
-    rounded.
+    """One double per row and KV head, or query head, read from `view`, `row` or `head`. It is floored, so that its last bit matters:
+    products are rounded.
 
-    `hoisted` names the reductions within those over slots, of which the values are added up as doubles.
+    `hoisted` names the reductions within those over slots, of which the values are added up as doubles; `alone`: see `SlotPrinter`.
     """
 
     view: str = "head"
     hoisted: Mapping[Expr, str] = field(default_factory=dict)
+    alone: bool = False
 
     def binary(self, expr: Binary) -> Fragment:
         made = super().binary(expr)
@@ -136,11 +140,21 @@ class CountPrinter(_CppPrinter):
         return Fragment(f"{self.view}.param(Number::{expr.name})")
 
     def reduce(self, expr: Reduce) -> Fragment:
-        slots = SlotPrinter(self.view, self.hoisted)
+        slots = SlotPrinter(self.view, self.hoisted, alone=self.alone)
         if expr.axis is Axis.DIM:
             return fragment("double{{{}}}", slots.value(expr))
         value = fragment("double{{{}}}", slots.value(expr.body))
         return fragment(f"{self.view}.{expr.op}({{}})", function_of(value, SLOT))
+
+    def enough(self, expr: Enough) -> Fragment:
+        slots = SlotPrinter(self.view, self.hoisted, alone=self.alone)
+        body, by = (function_of(slots.value(part), SLOT) for part in (expr.body, expr.by))
+        return fragment(f"{self.view}.enough({{}}, {{}}, {{}})", body, self.value(expr.share), by)
+
+
+def varies(expr: Expr) -> bool:
+    """Whether an expression has a value of its own for every slot."""
+    return Axis.SLOT in axes_of(expr)
 
 
 SLOT, DIM, HEAD = (Use("index", name) for name in "idg")
@@ -220,7 +234,7 @@ class SlotPrinter(_CppPrinter):
 
     def _hoisted(self, expr: Reduce, name: str) -> Fragment:
         """What was found before the loop: of all slots, dim by dim perhaps, of a slot's page, or of what all heads have at a slot."""
-        if expr.axis is Axis.HEAD:
+        if expr.axis is Axis.HEAD or (expr.axis is Axis.DIM and varies(expr)):
             return Fragment(f"{name}[i]", uses=(SLOT,))
         size = size_of_dims(self.view, expr.body) if dims_of(expr.body) else ""
         if expr.within not in ("page", "next"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
-from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, names_of, reads, texts, uses_of
+from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, in_layers, names_of, reads, texts, uses_of
 from kvdsl.lower.numbers import heads_differ
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
@@ -140,7 +140,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     score = _settle(policy, rows) if settles else []
     first, last = (_kept_at(policy, scope) if settles else Fragment("0") for scope in ("first", "last"))
     place = [_place(column) for column in policy.columns if column.rule != "ring"]
-    overflow = _overflow(numbers) if settles else Fragment("")
+    overflow = _overflow(policy, numbers) if settles else Fragment("")
     tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
     select = _select(policy, numbers)
     page = [] if policy.pages is None else [number("page")]
@@ -212,7 +212,6 @@ def _refuse_statements(policy: Policy) -> None:
     decodes = policy.when != "prefill"
     reads_pages = decodes or policy.select is not None  # what a prompt has left is selected from as well
     refused = {
-        "a budget that reads what is cached": policy.measured is not None and decodes,
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
         "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
@@ -254,7 +253,10 @@ def _observe(policy: Policy, folded: list[Column]) -> list[Pass]:
         return []
     loops, names = hoisted_loops(policy, "visible", [column.body for column in folded])
     printer = BlockPrinter(names)
+    # Folds read each other as they were before the query, so that they are stored last.
+    folds = [column.name for column in folded if column.rule == "fold"]
     lines = [_fold(column, printer) for column in folded]
+    lines += [Fragment(f"tl.store({name}_at + i, new_{name}, mask=visible)") for name in folds]
     return [*loops, Pass((), (*values_of(policy, "visible", uses_of(*lines)), *lines))]
 
 
@@ -264,6 +266,8 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
     if column.rule == "ring":
         place = fragment(f"ops.ring_row({name}_at, column_stride, {{}}, now)", ring_size(name))
         return fragment("tl.store({} + i, {}, mask=visible)", place, body)
+    if column.rule == "fold":
+        return fragment(f"new_{name} = {{}}", body)
     if column.decay is not None:
         new = fragment("ops.ema({}, {}, {}, now - pos)", old, body, printer.value(column.decay))
     elif column.rule == "sum":
@@ -382,9 +386,15 @@ def _count(keep: Keep) -> Fragment:
     return fragment("ops.count({})", CountPrinter()(keep.count))
 
 
-def _overflow(numbers: tuple[str, ...]) -> Fragment:
+def _overflow(policy: Policy, numbers: tuple[str, ...]) -> Fragment:
+    counts = {name: number(name) for name in _OVERFLOW if name in numbers}
+    if policy.measured is not None:
+        low, high = (None, None) if policy.layers is None else (policy.layers.low, policy.layers.high)
+        measured = CountPrinter().value(in_layers(policy.measured, low, high))
+        if policy.victims == "heads" and measured.needs("input", "seen"):
+            raise NotLowerable("a budget that reads `seen`, of heads that agree on who leaves")
+        counts["capacity"] = fragment("ops.minimum({}, ops.at_least_one({}))", counts["capacity"], measured)
     found = [
-        fragment("ops.count({})", number(name)) if name in numbers else Fragment(default)
-        for name, default in _OVERFLOW.items()
+        fragment("ops.count({})", counts[name]) if name in counts else Fragment(default) for name, default in _OVERFLOW.items()
     ]
     return fragment(", ".join("{}" for _ in found), *found)

@@ -19,6 +19,7 @@ from kvdsl.ir.nodes import (
     Call,
     ColumnRef,
     Expr,
+    FoldRef,
     GivenRef,
     Input,
     Number,
@@ -55,7 +56,7 @@ _UNARY = 8
 _FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
 CAN = Target(
     reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
         "history": ("sum", "mean", "var", "std", "max", "min"),
         "slots": ("sum", "mean", "max", "min"),
         "dims": ("sum", "mean", "var", "std", "max", "min"),
@@ -133,10 +134,12 @@ class CountPrinter(_TritonPrinter):
         assert isinstance(expr, Input)
         if expr.name == "live":
             return Fragment("live.to(tl.float64)", uses=(Use("input", "live"),))
+        if expr.name == "seen":
+            return Fragment("(now + 1).to(tl.float64)", uses=(Use("input", "seen"),))
         return number(expr.name)
 
     def reduce(self, expr: Reduce) -> Fragment:
-        raise AssertionError("a number reduces nothing")
+        raise NotLowerable("a number that is counted over slots")
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,10 @@ class BlockPrinter(_TritonPrinter):
     def reduce(self, expr: Reduce) -> Fragment:
         name = self.hoisted[expr]
         return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
+
+    def fold(self, expr: FoldRef) -> Fragment:
+        held = Fragment(expr.name, uses=(Use("column", expr.name),))
+        return fragment("ops.begun({}, {})", held, self.value(expr.start))
 
 
 @dataclass(frozen=True)
@@ -272,6 +279,8 @@ def ring_size(ring: str) -> Fragment:
 
 def _float64(value: float) -> Fragment:
     """A literal among doubles: one that is an operand of a function becomes a float32 first."""
+    if math.isinf(value):
+        return Fragment(f'tl.full([], float("{value}"), tl.float64)')
     return Fragment(print_number(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
 
 

@@ -20,7 +20,7 @@ from kvdsl.lower.triton_expressions import (
     ring_size,
 )
 
-INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
+INITIAL = {"max": 'float("-inf")', "min": 'float("inf")', "fold": 'float("nan")'}
 """What a fold begins with, where that is not 0."""
 EXTREMES = {"max": "maximum", "min": "minimum"}
 """Of two numbers, in `ops.py`."""

@@ -60,14 +60,15 @@ class TritonPromptPlan:
 
 
 def triton_prompt_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPromptPlan | None:
-    """The Triton of a prompt, for a policy that `triton_plan` takes; None if it observes nothing.
+    """The Triton of a prompt, for a policy that `triton_plan` takes; None if it observes nothing, or torch does: a fold goes on query by
+    query, and here many are folded at once.
 
     Args:
         numbers: names of the numbers in the table, in order.
     """
     policy = in_parts(policy, CAN.knows)
     folded = [column for column in policy.columns if column.rule != "token"]
-    if not folded:
+    if not folded or any(column.rule == "fold" for column in folded):
         return None
     loops, hoisted = _over_slots(policy, [column.body for column in folded])
     over_slots = _kernel(policy, numbers, loops, []) if loops else None

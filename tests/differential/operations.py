@@ -333,7 +333,7 @@ _NOWHERE = {
 WITHOUT_KERNELS = {
     "cpu": _NOWHERE | {
         *(f"{op} of some of {where}" for op in ("std", "var") for where in ("dims", "sketch")),
-        "a given value in a score that heads agree on", "a tensor in a count that heads agree on", "vectors in a vector of products",
+        "a given value in a score that heads agree on", "a tensor in a count that heads agree on",
         "vectors in heads that agree",
     },
     "triton": _NOWHERE | {

@@ -48,20 +48,6 @@ def test_selections_in_cpp(by: str) -> None:
             "select top 8 by max(dot(q, k) over heads) - rank(dot(q, k))",
             "a reduction over slots of what a query is compared with, beside `over heads`",
         ),
-        ("select top enough(dot(q, k), 0.5) by dot(q, k)", "`enough`"),
-        ("select top sum(dot(q, k) > 0 over slots) by dot(q, k)", "a count of `select` that reads keys, values or queries"),
-        (
-            "select top sum(max(k over dims) > 0 over slots) by dot(q, k)",
-            "a count of `select` that reads keys, values or queries",
-        ),
-        (
-            "sketch top 4 dims by mean(v over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
-            "values over a sketch's dims",
-        ),
-        (
-            "sketch top 4 dims by mean(abs(q * k) over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
-            "a reduction over slots of what a query is compared with",
-        ),
     ],
 )
 def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
@@ -83,6 +69,22 @@ def test_how_cpp_asks_query_heads_and_kv_heads(statements: str, alone: bool, vot
     plan = make_plan(checked(statements)).cpp
     assert plan is not None and plan.select is not None
     assert (plan.select.alone, plan.select.vote, plan.select.voted) == (alone, vote, voted)
+
+
+@pytest.mark.parametrize(
+    ("count", "asks"),
+    [
+        ("max(16, min(seen, 64))", False),
+        ("sum(age < 9 over slots)", False),
+        ("sum(max(k over dims) > 0 over slots)", True),
+        ("enough(exp(dot(q, k)), 0.5)", True),
+    ],
+)
+def test_how_many_a_query_selects(count: str, asks: bool) -> None:
+    plan = make_plan(checked(f"select top {count} by dot(q, k) in layers 2..")).cpp
+    assert plan is not None and plan.select is not None and plan.select.count is not None
+    assert plan.select.count.asks == asks
+    assert plan.select.count.value.startswith("(row.param(Number::layer) < 2.0 ? INFINITY : ")
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])
@@ -244,7 +246,7 @@ def test_a_budget_that_reads_the_data_is_found_at_a_settle(budget: str) -> None:
     plan = make_plan(checked(f"score sum(attn)\nbudget {budget} at most 9\nlayers 2..")).cpp
     assert plan is not None and plan.budget is not None
     assert plan.overflow == "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
-    assert plan.budget.value.startswith("kvdsl::at_least_one((head.param(Number::layer) < 2.0 ? INFINITY : ")
+    assert plan.budget.value.startswith("(head.param(Number::layer) < 2.0 ? INFINITY : ")
 
 
 def test_a_prompt_is_no_matter_of_cpp() -> None:

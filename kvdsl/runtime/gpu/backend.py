@@ -110,8 +110,11 @@ class TritonBackend:
         workspace(state, self.kernels, sizes_of(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count, and for logits that are far from 0."""
-        if prompt.call.slopes is not None or statistics.is_far(prompt, lse):
+        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count, for logits that are far from 0, and for policies
+        that fold query by query.
+        """
+        folds = not hasattr(self.kernels, "observe")
+        if folds or prompt.call.slopes is not None or statistics.is_far(prompt, lse):
             statistics.observe(prompt, lse)
             return
         observe(self.kernels, self._dot, prompt, lse)

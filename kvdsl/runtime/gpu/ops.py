@@ -289,6 +289,18 @@ def count(x):
 
 
 @triton.jit
+def at_least_one(x):
+    """A count of tokens that reads the data: floored, one at least, of a NaN as well."""
+    return tl.where(x >= 1, tl.floor(x), 1.0)
+
+
+@triton.jit
+def begun(held, start):
+    """What a fold holds; before its first query `start`."""
+    return tl.where(held == held, held, start)
+
+
+@triton.jit
 def grade(x):
     """Integers in the order of x: NaN lowest, -0 = +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)

@@ -141,6 +141,7 @@ inline void reduce_queries(Group how, const float* queries, int group, int dim, 
 // What a choice is made in.
 struct ChoiceWork {
   int choices;             // 1, or one for each query head
+  int32_t* wanted;         // [choices] how many slots or pages are chosen
   int64_t padded;          // slots, padded
   int chunks, chunk;       // as in Workspace
   int64_t query_stride;
@@ -166,6 +167,7 @@ struct ChoiceWork {
     const bool selects = steps.selecting.selects();
     padded = selects ? round_up(args.slots, block) + 2 * block : 0;
     const int64_t apart = choices > 1 ? padded : 0;
+    wanted = arena.take<int32_t>(choices);
     query = arena.take<float>(selects ? args.group * query_stride : 0);
     plain = arena.take<float>(selects ? args.key_dim : 0);
     by = arena.take<float>(padded);
@@ -206,9 +208,13 @@ class Choice {
     if (sketch_) refresh();
     if (has_tiles() && !anew_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
     if (has_bounds() && !anew_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
-    wanted_ = page_ > 0 ? how_.tokens(query) / page_ : how_.tokens(query);
-    if (wanted_ < 1) wanted_ = 1;
-    choosing_ = wanted_ < (how_.by == By::page_bound ? pages() : query.live) && !args_.taken;
+    int least = INT_MAX;
+    for (int c = 0; c < work_.choices; ++c) {
+      const int tokens = how_.tokens(several() ? alone(query, c) : query), units = page_ > 0 ? tokens / page_ : tokens;
+      work_.wanted[c] = units < 1 ? 1 : units;
+      least = work_.wanted[c] < least ? work_.wanted[c] : least;
+    }
+    choosing_ = least < (how_.by == By::page_bound ? pages() : query.live) && !args_.taken;
   }
 
   // Finds what the head votes with, where the heads of a layer choose together.
@@ -319,19 +325,10 @@ class Choice {
     return own;
   }
 
-  // The query of one head.
-  Query alone(int head) const {
-    Query asking = query_;
-    asking.query += int64_t{head} * args_.key_dim;
-    asking.query_head += head;
-    asking.group = 1;
-    return asking;
-  }
-
   // The policy's expression, as the query heads find it together or one by one.
   void find(const Query& asking, float* by) const {
     if (!how_.alone || asking.group == 1) return how_.expression(asking, by);
-    for (int g = 0; g < asking.group; ++g) how_.expression(alone(g), work_.of_head + g * work_.padded);
+    for (int g = 0; g < asking.group; ++g) how_.expression(alone(asking, g), work_.of_head + g * work_.padded);
     reduction(group_)(work_.of_head, work_.padded, asking.group, ones_, 0, args_.slots, by);
   }
 
@@ -339,7 +336,7 @@ class Choice {
   int choose_for(int choice, int32_t* chosen) {
     const Ballot ballot = ballot_of(choice);
     if (how_.by == By::expression) {
-      const Query asking = several() ? alone(choice) : query_;
+      const Query asking = several() ? alone(query_, choice) : query_;
       if (how_.vote == Vote::none) {
         find(asking, work_.by);
       } else {
@@ -348,8 +345,8 @@ class Choice {
       }
       for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from, ballot.grades);
     }
-    if (page_ > 0) return choose_pages(ballot, chosen);
-    return ballot.choose(query_.position, padded(args_.slots), wanted_, chosen);
+    if (page_ > 0) return choose_pages(ballot, work_.wanted[choice], chosen);
+    return ballot.choose(query_.position, padded(args_.slots), work_.wanted[choice], chosen);
   }
 
   // Chooses what is marked for any query head, [choices, stride], and notes for which.
@@ -491,7 +488,7 @@ class Choice {
   }
 
   // Of tokens that lie anywhere: a page grades by the best of them.
-  int choose_scattered_pages(const Ballot& ballot, int32_t* chosen) const {
+  int choose_scattered_pages(const Ballot& ballot, int wanted, int32_t* chosen) const {
     const Pages pages = query_.pages(page_, how_.page_after(query_));
     const int count = static_cast<int>(pages.place.size());
     Grade* const best = ballot.candidates;
@@ -501,7 +498,7 @@ class Choice {
       of_page = ballot.grades[slot] > of_page ? ballot.grades[slot] : of_page;
     }
     std::memcpy(ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(padded(count)));
-    const int found = ballot.choose(nullptr, padded(count), wanted_, work_.chosen_pages);
+    const int found = ballot.choose(nullptr, padded(count), wanted, work_.chosen_pages);
     std::vector<uint8_t> taken(static_cast<std::size_t>(count));
     for (int i = 0; i < found; ++i) taken[work_.chosen_pages[i]] = 1;
     int most = 0;
@@ -512,10 +509,10 @@ class Choice {
     return most;
   }
 
-  int choose_pages(const Ballot& ballot, int32_t* chosen) const {
-    if (how_.by != By::page_bound) return choose_scattered_pages(ballot, chosen);
+  int choose_pages(const Ballot& ballot, int wanted, int32_t* chosen) const {
+    if (how_.by != By::page_bound) return choose_scattered_pages(ballot, wanted, chosen);
     for (int page = pages(); page < padded(pages()); ++page) ballot.grades[page] = below_all;
-    const int found = ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
+    const int found = ballot.choose(nullptr, padded(pages()), wanted, work_.chosen_pages);
     int count = 0;
     for (int i = 0; i < found; ++i) {
       const int page = work_.chosen_pages[i];
@@ -535,7 +532,7 @@ class Choice {
   Query query_{};
   const float* pairs_ = nullptr;
   bool anew_ = false, choosing_ = false;
-  int page_ = 0, wanted_ = 0, count_ = 0;
+  int page_ = 0, count_ = 0;
   int first_ = -1, last_ = INT_MAX;  // positions up to the one and from the other on are chosen in any case
 };
 

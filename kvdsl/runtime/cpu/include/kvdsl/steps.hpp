@@ -11,7 +11,7 @@ namespace kvdsl {
 // Of a policy that selects.
 struct Selecting {
   By by;
-  int (*tokens)(const Slots&);
+  int (*tokens)(const Query&);
   int (*page)(const Slots&);
   int (*page_after)(const Slots&);
   int (*sketch_every)(const Slots&);
@@ -65,6 +65,11 @@ void rank_slots(const Query& query, float* by) {
 }
 
 template <class T, class Policy>
+int count_tokens(const Query& query) {
+  return Policy::tokens(typed<T>(query));
+}
+
+template <class T, class Policy>
 void rank_by_vote(const Query& query, const float* voted, float* by) {
   Policy::with_vote(typed<T>(query), voted, by);
 }
@@ -80,7 +85,7 @@ constexpr bool places = &Derived::place != &Policy::place;
 
 template <class T, class Policy>
 constexpr Selecting selecting = {Policy::by,
-                                 Policy::tokens,
+                                 count_tokens<T, Policy>,
                                  Policy::page,
                                  Policy::page_after,
                                  Policy::sketch_every,

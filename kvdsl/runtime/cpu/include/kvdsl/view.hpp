@@ -58,7 +58,7 @@ struct Policy {
 
   // If it selects; see select.hpp.
   static constexpr By by = By::all;
-  static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to
+  static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to; or a template over QueryOf's dtype
   static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
   static int page_after(const Slots&) { return 0; }         // tokens before the first page
   static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
@@ -313,20 +313,32 @@ struct Slots {
     return found;
   }
 
+  // value(i) of every visible slot.
+  template <class Value>
+  std::vector<float> each(Value&& value) const {
+    std::vector<float> found(static_cast<std::size_t>(slots));
+    for (int i = 0; i < slots; ++i) {
+      if (visible(i)) found[i] = value(i);
+    }
+    return found;
+  }
+
+  // The fewest visible slots, the highest by(i) first, whose value(i) come to a share of the sum over all.
+  template <class Value, class By>
+  double enough(Value&& value, double share, By&& by) const {
+    const std::vector<int32_t> order = ordered(by, [](int) { return 0; });
+    double total = 0, sum = 0;
+    for (auto i = order.rbegin(); i != order.rend(); ++i) total += value(*i);
+    int taken = 0;
+    for (auto i = order.rbegin(); i != order.rend() && (taken == 0 || !(sum >= share * total)); ++i, ++taken) sum += value(*i);
+    return taken;
+  }
+
   // How many of the visible slots, or of those of its page, rank lower than each by value(i).
   template <class Value>
   std::vector<float> rank(Value&& value, const Pages* pages = nullptr) const {
-    std::vector<Grade> grades(static_cast<std::size_t>(slots));
-    std::vector<int32_t> order;
-    for (int i = 0; i < slots; ++i) {
-      if (!visible(i)) continue;
-      grades[i] = grade(value(i));
-      order.push_back(i);
-    }
     const auto page = [=](int i) { return pages ? pages->of[i] : 0; };
-    std::sort(order.begin(), order.end(), [&](int a, int b) {
-      return std::make_tuple(page(a), grades[a], position[a]) < std::make_tuple(page(b), grades[b], position[b]);
-    });
+    const std::vector<int32_t> order = ordered(value, page);
     std::vector<float> places(static_cast<std::size_t>(slots));
     for (std::size_t n = 0, first = 0; n < order.size(); ++n) {
       if (page(order[n]) != page(order[first])) first = n;
@@ -336,6 +348,22 @@ struct Slots {
   }
 
  private:
+  // The visible slots by page, by value(i) within it, of equals the older first.
+  template <class Value, class Page>
+  std::vector<int32_t> ordered(Value&& value, Page&& page) const {
+    std::vector<Grade> grades(static_cast<std::size_t>(slots));
+    std::vector<int32_t> order;
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      grades[i] = grade(value(i));
+      order.push_back(i);
+    }
+    std::sort(order.begin(), order.end(), [&](int a, int b) {
+      return std::make_tuple(page(a), grades[a], position[a]) < std::make_tuple(page(b), grades[b], position[b]);
+    });
+    return order;
+  }
+
   template <class Fold>
   std::vector<float> fold_dims(int dims, float start, const Pages* pages, Fold&& fold) const {
     std::vector<float> folded(static_cast<std::size_t>(dims) * (pages ? pages->place.size() : 1), start);
@@ -383,10 +411,10 @@ struct Slots {
 
 // What the query heads of a group give, value(g) each, as one number; under `each` the query has one head.
 template <Group how, class Value>
-inline float over_group(int group, Value&& value) {
-  float result = value(0);
+inline auto over_group(int group, Value&& value) {
+  auto result = value(0);
   for (int g = 1; g < group; ++g) result = how == Group::max ? maximum(result, value(g)) : result + value(g);
-  return how == Group::mean ? result / static_cast<float>(group) : result;
+  return how == Group::mean ? result / static_cast<decltype(result)>(group) : result;
 }
 
 // One query that has attended to the slots (or one of T, in turn). visible(i) says which it could see.
@@ -400,7 +428,22 @@ struct Query : Slots {
   int dims;
 
   float q(int g, int d) const { return query[g * key_dim + d]; }
+
+  // Only its query head of that number is left.
+  void leave(int g) {
+    query += int64_t{g} * key_dim;
+    query_head += g;
+    group = 1;
+  }
 };
+
+// A query of one head.
+template <class Row>
+Row alone(const Row& row, int g) {
+  Row own = row;
+  own.leave(g);
+  return own;
+}
 
 // The same with the cached keys and values, for a policy whose observe is a template over them.
 template <class T, class Seen>
