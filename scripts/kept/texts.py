@@ -63,7 +63,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 """Params at which a policy evicts or selects in the texts, where those that its tests run it with are none or too small."""
 
-ABOVE_PROMPT = {"triattention": 4}
+ABOVE_PROMPT = {"random_attention": 4, "triattention": 4}
 """By how much the budget exceeds the prompt, in policies that evict of what is generated alone."""
 
 LAYERS = {"omnikv": 4}
