@@ -36,7 +36,7 @@ class KvLexer(RegexLexer):  # type: ignore[misc]
                 rf"(policy)([ \t]+)({_NAME})([ \t]*)(=)([ \t]*)({_NAME})(?=[ \t]+with\b)",
                 bygroups(Keyword.Declaration, Whitespace, Name.Class, Whitespace, Operator, Whitespace, Name.Class),
             ),
-            (rf"(with[ \t]+|,[ \t]*)({_BOTH})(?=[ \t])", Keyword),
+            (rf"(with)([ \t]+)({_BOTH})\b", bygroups(Keyword.Declaration, Whitespace, Keyword)),
             (rf"(policy|extends)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Class)),
             (rf"(param|tensor|given)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (rf"(let)([ \t]+)({_NAME})(?=\()", bygroups(Keyword.Declaration, Whitespace, Name.Function)),

@@ -62,6 +62,7 @@ ITEMS = {
     "edition": "the edition of the language that the file is written in; stands first",
     "import": "makes a shipped policy known, or, in quotes, the policies and lets of a file",
     "policy": "a policy; one that `extends` another takes over its statements",
+    "with": "the other policy with clauses, each in the place of what it names there",
     "test": "a test, in a file of tests: `kvdsl test` runs it",
 }
 """Rule of the grammar -> what the item of a file is."""

@@ -142,12 +142,10 @@ _WITH = re.compile(r"\s+with(?:\s+|\Z)")
 
 
 def _joined(pieces: Iterable[str]) -> list[str]:
-    """What stands between one `with` and the next: only what a word of the language begins are clauses, or a brace."""
-    from kvdsl.syntax.parser import keywords
-
+    """What stands between one `with` and the next; one in a string is none."""
     found: list[str] = []
     for piece in pieces:
-        if found and re.split(r"\W", piece, maxsplit=1)[0] not in {*keywords(), ""}:
+        if found and any(found[-1].count(quote) % 2 for quote in "\"'"):
             found[-1] += f" with {piece}"
         else:
             found.append(piece)

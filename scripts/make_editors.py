@@ -163,7 +163,10 @@ def textmate() -> str:
         *strings,
         _match(
             rf"\b(policy)\s+({_NAME})\s*=\s*({_NAME})(?=\s+with\b)",
-            "", "storage.type", "entity.name.type", "entity.other.inherited-class",
+            "",
+            "storage.type",
+            "entity.name.type",
+            "entity.other.inherited-class",
         ),
         _match(rf"\b(policy)\s+({_NAME})", "", "storage.type", "entity.name.type"),
         _match(rf"\b(extends)\s+({_NAME})", "", "storage.type", "entity.other.inherited-class"),
@@ -171,7 +174,7 @@ def textmate() -> str:
         _match(rf"\b(let)\s+({_NAME})(?=\()", "", "storage.type", "entity.name.function"),
         _match(rf"\b(let)\s+({_NAME})", "", "storage.type", "variable.other"),
         # words of both kinds: `budget budget / 2`
-        _match(rf"(?:^|(?<=[;{{,])|(?<=with))\s*(override\s+)?({both})\b", "", "storage.type", "keyword.control"),
+        _match(rf"(?:^|(?<=[;{{])|(?<=\bwith))\s*(override\s+)?({both})\b", "", "storage.type", "keyword.control"),
         _match(rf"\b({_any_of(NAMED_FUNCTIONS)})(?=\()", "support.function"),
         _match(rf"\b({_any_of(NAMED_INPUTS)})\b", "variable.language"),
         _match(rf"\b({_any_of(DECLARING)})\b", "storage.type"),

@@ -59,7 +59,7 @@ function kv({ keywords, functions, inputs }) {
       state.naming = /^(policy|extends|param|let|tensor|given)$/.test(word[0]);
       if (naming) return "variableName.definition";
       if (functions.includes(word[0]) && stream.peek() === "(") return "variableName.standard";
-      const begins = /^\s*(override\s+)?$/.test(stream.string.slice(0, stream.start));
+      const begins = /(^|\bwith)\s*(override\s+)?$/.test(stream.string.slice(0, stream.start));
       return inputs.includes(word[0]) && begins ? "keyword" : (kinds.get(word[0]) ?? "variableName");
     },
     languageData: { commentTokens: { line: "#" } },

@@ -74,6 +74,7 @@ def command(
     \b
     Examples:
       kvdsl run roco --set budget=128 --compare
+      kvdsl run "h2o with when prefill, keep last 64"
       kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
     refuse_triton(backend)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def command(policy: str, only_path: bool, as_json: bool) -> None:
     """Print a policy's source, and say where it lies.
 
-    POLICY is a shipped policy or a .kv file, or one of them with clauses, which is shown as a file that could be. The source goes to standard output as it is, highlighted on a terminal; where it lies
-    is said on standard error.
+    POLICY is a shipped policy or a .kv file, or one of them with clauses, which is shown as it would stand in a file. The source goes to
+    standard output as it is, highlighted on a terminal; where it lies is said on standard error.
 
     \b
     Examples:

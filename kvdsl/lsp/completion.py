@@ -84,7 +84,7 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
         )
     elif first == "import":
         yield from (_item(path.stem, _Kind.Module) for path in all_policies())
-    elif first == "policy" and last == "extends":
+    elif first == "policy" and last in ("extends", "="):
         yield from _policies(document)
     elif first == "use" and last == "use":
         yield from _known_policies(document)

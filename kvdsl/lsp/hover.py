@@ -60,6 +60,7 @@ _SINGLE = {
     "not": "`not`: whether the condition does not hold",
     "override": "`override`: changes a statement of the extended policy",
     "extends": "`extends`: takes over the statements of another policy, which an import makes known",
+    "with": "`with`: statements, each in the place of what it names in the policy before it, which an import makes known",
     "nan": "`nan`: no number",
     "inf": "`inf`: larger than every number",
     "rest": "`rest`: for every token that the row does not name",

@@ -27,7 +27,7 @@ def _all(module: syn.Module) -> Iterator[tuple[Span, str]]:
     yield from ((one.span, "import") for one in module.imports)
     yield from ((one.span, "let") for one in module.lets)
     for policy in module.policies:
-        yield policy.span, "policy"
+        yield policy.span, "with" if policy.clauses else "policy"
         for statement in policy.statements:
             yield statement.span, _rule(statement)
     for test in module.tests:

@@ -213,7 +213,7 @@ def _docstring(policy: syn.Policy) -> str:
         return clean_docstring(policy.doc.text)
     if policy.parent is None or not policy.clauses:
         return ""
-    return f"{policy.parent.text} with {', '.join(statement.span.quoted() for statement in policy.statements)}."
+    return f"{policy.parent.text} with {', '.join(f'`{statement.span.quoted()}`' for statement in policy.statements)}."
 
 
 def _select(parts: Parts) -> Any:

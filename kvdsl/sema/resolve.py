@@ -10,6 +10,7 @@ from kvdsl.helps import Help, leave_out, offer, prefix
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name
 from kvdsl.source import Span
+from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
 
@@ -197,8 +198,8 @@ class _Level:
         """Whether `override` stands where it has to, and only there; reports if not."""
         if self.policy.clauses:
             if statement.override:
-                help = "leave out `override`: what stands behind `with` takes the place of what it names"
-                self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, "`override` is not needed behind `with`", help)
+                message = "`override` is not needed behind `with`"
+                self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, habits.OVERRIDE)
             return True
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:
@@ -231,7 +232,7 @@ def _scope(placed: Placed) -> str:
     return placed.statement.scope
 
 
-def _of_new_default(statement: syn.Named, before: syn.Named) -> syn.Named:
+def _of_new_default(statement: syn.Named, before: syn.Statement) -> syn.Named:
     """A clause in the place of an inherited statement: of a param only what it says, so that `param x = 5` keeps unit and range."""
     if not isinstance(statement, syn.Param) or not isinstance(before, syn.Param):
         return statement

@@ -41,12 +41,24 @@ def ahead(source: SourceFile, offset: int) -> Ahead | None:
     prefix = read_prefix(SourceFile(source.name, text[: len(text) - len(word)], source.path))
     if prefix.hidden:
         return None
+    place, statement = prefix.place, prefix.statement
+    if "with" in statement[4:5] and "=" in statement[2:3]:
+        place, statement = Place.POLICY, _last_clause(statement[5:])
     return Ahead(
-        place=prefix.place,
+        place=place,
         words=frozenset(prefix.keywords[name] for name in prefix.accepts if name in prefix.keywords),
-        statement=prefix.statement,
+        statement=statement,
         word=word,
         expression=prefix.stuck or prefix.accepts >= {"NAME", "NUMBER", "LPAR", "MINUS"},
         name="NAME" in prefix.accepts,
         string="STRING" in prefix.accepts,
     )
+
+
+def _last_clause(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """What stands behind the last comma that is in no parentheses."""
+    depth, begin = 0, 0
+    for index, token in enumerate(tokens):
+        depth += (token in "([") - (token in ")]")
+        begin = index + 1 if token == "," and not depth else begin
+    return tokens[begin:]

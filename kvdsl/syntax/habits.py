@@ -18,6 +18,9 @@ def _told(help: str, words: str) -> Iterable[tuple[str, str]]:
     return ((word, help) for word in words.split())
 
 
+OVERRIDE = "leave out `override`: what stands behind `with` takes the place of what it names"
+
+
 def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
     made = offer(help, more) if help.startswith("write ") else help
     return ((word, made) for word in words.split())
@@ -137,7 +140,6 @@ STATEMENTS: dict[str, str] = dict([
     *_told("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
     *_told("write `group max`, say", "gqa heads head_reduction"),
     *_told("a comment begins with `#`", "rem comment note"),
-    *_told("leave out `override`: what stands behind `with` takes the place of what it names", "override"),
 ])  # fmt: skip
 """Words that begin a line of a policy; what stands behind "write" is the whole line."""
 

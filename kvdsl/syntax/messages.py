@@ -149,7 +149,7 @@ def _statement(stuck: Stuck) -> Explanation | None:
     if "POLICY" in stuck.accepts:
         help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
         return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
-    habit = habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
+    habit = habits.OVERRIDE if word == "override" else habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
     if habit is not None and habit.startswith("write "):
         habit = offer(habit, at=stuck.statement)
     elif habit == habits.STATEMENTS["for"]:

@@ -39,6 +39,9 @@ A_STATEMENT = "?"
 """Stands among what is missing after an error: some statement, which defines no name."""
 
 
+_State = tuple[list[object], list[object]]
+
+
 class Place(Enum):
     """Where the parser stands: among the items of the file, before a `{`, or among what the braces hold."""
 
@@ -158,7 +161,12 @@ def read_prefix(source: SourceFile) -> Prefix:
 
 def _head(source: Combined) -> list[Token]:
     """What would stand before the clauses in a file."""
-    words = (("NAME", "policy", 0, 0), ("NAME", source.policy, 0, 0), ("EQUAL", "=", 0, 0), ("NAME", source.of, 0, source.named))
+    words = (
+        ("NAME", "policy", 0, 0),
+        ("NAME", source.policy, 0, 0),
+        ("EQUAL", "=", 0, 0),
+        ("NAME", source.of, 0, source.named),
+    )
     found = [Token(kind, word, start_pos=start, end_pos=end) for kind, word, start, end in words]
     return [*found, Token("NAME", "with", start_pos=source.clauses, end_pos=source.clauses)]
 
@@ -184,6 +192,9 @@ class _Parser:
         self.broken: list[BrokenStatement] = []
         self.place = self.opening = Place.FILE
         self.saved: tuple[Place, list[object], list[object]] = (Place.FILE, [], [])
+        self.clause: tuple[int, _State] | None = (
+            None  # of a policy in one line: what its last clause stands behind, and the state to go back to
+        )
         self.failed = (
             Place.FILE,
             0,
@@ -226,6 +237,7 @@ class _Parser:
                 if not self._mended(token):
                     return False
                 continue
+            before = self._state() if self.place is Place.HEADER else None
             try:
                 self.machine.feed_token(token)
             except UnexpectedToken:
@@ -233,6 +245,8 @@ class _Parser:
                     return False
                 continue
             self.read.append(token)
+            if before is not None and (token.type == "WITH" or (token.type == "COMMA" and "KEEP" in self._allowed())):
+                self.clause = (self.at, self._state() if token.type == "WITH" else before)
             self._enter(token)
             self.at += 1
         self._mark()
@@ -255,7 +269,7 @@ class _Parser:
     def _enter(self, token: Token) -> None:
         """Follows where the parser stands."""
         if token.type in _OPENS:
-            self.place, self.opening = Place.HEADER, _OPENS[token.type]
+            self.place, self.opening, self.clause = Place.HEADER, _OPENS[token.type], None
         elif token.type == "LBRACE":
             self.place = self.opening
         elif token.type == "RBRACE":
@@ -276,9 +290,16 @@ class _Parser:
         if self.place is Place.HEADER and "POLICY" in self._allowed():
             self.place = Place.FILE  # a policy without braces, `A = B with ...`, ends with its line
         if self.place is not Place.HEADER and _BEGINS[self.place] <= self._allowed().keys():
-            state = self.machine.parser_state
-            self.saved = (self.place, list(state.state_stack), list(state.value_stack))
+            self.saved = (self.place, *self._state())
             self.statement = self.at
+
+    def _state(self) -> _State:
+        state = self.machine.parser_state
+        return list(state.state_stack), list(state.value_stack)
+
+    def _go_back(self, to: _State) -> None:
+        state = self.machine.parser_state
+        state.state_stack, state.value_stack = list(to[0]), list(to[1])
 
     def _report(self, token: Token) -> None:
         begin = self.tokens[self.statement - 1].end_pos or 0 if self.statement else 0
@@ -297,8 +318,10 @@ class _Parser:
 
     def _recover(self) -> bool:
         """Goes back to where the broken statement began and on to where the next may; False if there is no such place."""
-        state = self.machine.parser_state
-        self.place, state.state_stack, state.value_stack = self.saved[0], list(self.saved[1]), list(self.saved[2])
+        if self.place is Place.HEADER and self.clause is not None:
+            return self._recover_clause(*self.clause)
+        self.place = self.saved[0]
+        self._go_back(self.saved[1:])
         inside = self.place is not Place.FILE
         begin, stuck = self.statement, self.at
         self.at = self._skip(begin, stuck, inside)
@@ -308,6 +331,31 @@ class _Parser:
             return not ends or self._close()
         self.broken.append(BrokenStatement(self.source.span(0, 0), frozenset({ANYTHING})))
         return self.at > begin or self.tokens[self.at].type == "$END"
+
+    def _recover_clause(self, begin: int, before: _State) -> bool:
+        """Leaves out a clause of `A = B with ...`, which begins behind a `,` or `with`; without any it is `A = B with {}`."""
+        self._go_back(before)
+        self.at = self._end_of_clause(begin, self.at)
+        self._forget(begin + 1, self.at, starts=begin)
+        if self.tokens[begin].type == "COMMA":
+            return True
+        if self.tokens[self.at].type == "COMMA":
+            self.at += 1
+            return True
+        end = self.tokens[begin].end_pos
+        for kind, brace in (("LBRACE", "{"), ("RBRACE", "}")):
+            self.machine.feed_token(Token(kind, brace, start_pos=end, end_pos=end))
+        return True
+
+    def _end_of_clause(self, begin: int, stuck: int) -> int:
+        """The index of the first comma outside of parentheses, or end of the line, from `stuck` on."""
+        depth = 0
+        for index in range(begin + 1, len(self.tokens)):
+            kind = self.tokens[index].type
+            depth += (kind == "LPAR") - (kind == "RPAR")
+            if index >= stuck and (kind in ("_SEP", "$END") or (kind == "COMMA" and depth <= 0)):
+                return index
+        return len(self.tokens) - 1
 
     def _close(self) -> bool:
         """Ends the open policy or test, so that the file goes on; False if it cannot end here, as a prompt without tokens."""
@@ -347,7 +395,7 @@ class _Parser:
         begins = after.type == "NAME" and after not in self.keywords
         return ends_in_operator(self.tokens[index - 1]) and (begins or after.type in ("NUMBER", "LPAR"))
 
-    def _forget(self, begin: int, end: int) -> None:
+    def _forget(self, begin: int, end: int, starts: int | None = None) -> None:
         words = [str(token) for token in self.tokens[begin:end] if token.type == "NAME"][:3]
         words = words[1:] if words[:1] == ["override"] else words
         defines = {words[0] if words and words[0] in self.keywords else A_STATEMENT}
@@ -356,5 +404,7 @@ class _Parser:
         elif words and words[0] not in self.keywords and self.tokens[begin + 1] == "=":
             defines = set(words[:1])
         stop = min(end, len(self.tokens) - 1)
-        span = span_of(self.source, self.tokens[begin]).to(span_of(self.source, self.tokens[stop]))
+        span = span_of(self.source, self.tokens[begin if starts is None else starts]).to(
+            span_of(self.source, self.tokens[stop])
+        )
         self.broken.append(BrokenStatement(span, frozenset(defines)))

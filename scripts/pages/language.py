@@ -39,10 +39,8 @@ def language_reference() -> str:
         "inside parentheses, and so does `;`. Words are reserved only where the grammar has them.\n",
         "## Statements\n",
         table(("statement", "meaning", "default"), (_statement(rule) for rule in STATEMENTS)),
-        "A policy that `extends` another takes over its statements; `keep` lines accumulate; `override` stands before a statement that "
-        'changes one. `import roco` makes a shipped policy known (`kvdsl list` shows them), and `import "mine.kv"` the policies and lets '
-        "of a file, by its path from the importing one: no file of yours can be taken for a shipped policy, or the other way round. What a "
-        "policy names anew changes nothing in the statements that it inherits, except by `override`.\n",
+        "## A policy made of another\n",
+        _said("with"),
         "## Inputs\n",
         table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -242,8 +242,8 @@ def test_what_is_written_is_what_the_policy_reads(
 def test_the_file_of_a_shipped_policy_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "duo_attention", "--force"]) == 2
     told = capsys.readouterr().err
-    assert "comes with kvdsl, for the policy's own tests: write a policy that extends DuoAttention" in told
-    assert 'override tensor retrieval [layers, heads] from "mine.safetensors"' in told
+    assert "comes with kvdsl, for the policy's own tests: write `policy Mine = DuoAttention with tensor" in told
+    assert 'tensor retrieval [layers, heads] from "mine.safetensors"' in told
 
 
 def test_a_malformed_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,8 @@ def test_every_keyword_is_offered_somewhere() -> None:
     policy = 'kv 1\nimport h2o\npolicy P extends H2O {\n"P."\n'
     test = 'kv 1\nimport h2o\ntest "t" {\nuse H2O'
     prefixes = [
-        "", "kv 1\npolicy P ", policy, policy + "override ", policy + "keep ", policy + "keep top 3 ", policy + "keep where age ",
+        "", "kv 1\npolicy P ", "kv 1\npolicy P = H2O ", policy, policy + "override ", policy + "keep ",
+        policy + "keep top 3 ", policy + "keep where age ",
         policy + "budget 3 ", policy + "budget 3 across ", policy + "budget 3 across heads ",
         policy + "budget 3 at ", policy + "budget 3 across layers ", policy + "budget 3 across layers by layer ", policy + "victims ",
         policy + "victims shared ", policy + "trigger ", policy + "select ", policy + "select top 3 by q ", policy + "score ",

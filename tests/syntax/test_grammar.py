@@ -47,6 +47,13 @@ policy EQUIP_H2O extends H2O {
   positions compact
   rope      cached
 }
+policy Once = H2O with when prefill, tensor filter [dims] from "filter.safetensors", keep last 64
+policy Read = Quest with select top tokens by attn in layers 2, 13 reused above, let f(x, y) = max(x, y), layers 2..
+policy Braces = H2O with
+{
+  'Why.'; when prefill
+  keep last 64
+}
 policy Rest {
   layers 2..30; victims shared by heads; cap hard; storage blocks 16; storage in_place; prefill blocks of 512; prefill whole
   override keep; override keep last 3; group max; budget layer; score ema(attn, 0.9)
@@ -93,7 +100,8 @@ def test_every_form_of_the_language_is_in_the_grammar() -> None:
     module = parse_module(SourceFile("all.kv", "kv 1\n" + POLICIES), sink)
     assert [found.message for found in sink] == []
     assert [policy.name.text for policy in module.policies] == [
-        "LazyStreaming", "ScissorHandsWindow", "SnapKV", "PyramidKV", "AdaKV", "SparCas", "Quest", "EQUIP_H2O", "Rest",
+        "LazyStreaming", "ScissorHandsWindow", "SnapKV", "PyramidKV", "AdaKV", "SparCas", "Quest", "EQUIP_H2O", "Once", "Read",
+        "Braces", "Rest",
     ]  # fmt: skip
     assert module.policies[0].parent is not None
 

@@ -31,10 +31,10 @@ def check_own(policy: Policy, files: Files) -> None:
     shipped = {path.parent.resolve() for path in all_policies()}
     for path, (one, *_) in files.items():
         if path.parent.resolve() in shipped:
-            line = f'override tensor {one.tensor.name} [{", ".join(one.tensor.axes)}] from "mine.safetensors"'
+            line = f'tensor {one.tensor.name} [{", ".join(one.tensor.axes)}] from "mine.safetensors"'
             raise KvdslError(
-                f"{path} comes with kvdsl, for the policy's own tests: write a policy that extends {policy.name} and says `{line}`, and "
-                f"calibrate that; or name another folder by `-o`"
+                f"{path} comes with kvdsl, for the policy's own tests: write `policy Mine = {policy.name} with {line}` in a file of "
+                f"yours, and calibrate that; or name another folder by `-o`"
             )
 
 
