@@ -149,6 +149,13 @@ UNREADABLE = _code(
     "There is no such file, or it is a folder, or the system does not let kvdsl read it.",
     'kv 1\nimport "missing.kv"\n\npolicy Example {\n  "An example."\n}\n',
 )
+PYTHON = _code(
+    "KV0115",
+    "Python code that fails",
+    """The Python file in which a policy is written raised an error while it was run, at this place. Expressions of `kvdsl.lang` have no
+    value in Python: they are not true or false, and nothing can be done with them but what the language has.""",
+    "",
+)
 
 # -- KV02: names, imports, inheritance -------------------------------------------------------------------------------
 
@@ -241,7 +248,8 @@ NO_DOCSTRING = _code(
 NO_SUCH_POLICY = _code(
     "KV0214",
     "no such policy file",
-    "A policy is given by the stem of a shipped one (see `kvdsl list`) or by the path of a .kv file.",
+    """A policy is given by the stem of a shipped one (see `kvdsl list`), by the path of a .kv file, or, if it is written in Python, as
+    `module.py:policy`.""",
     "",
 )
 UNKNOWN_SETTING = _code(

@@ -32,6 +32,7 @@ from kvdsl.syntax.reader import read_source
 
 if TYPE_CHECKING:
     from kvdsl.ir.nodes import Policy
+    from kvdsl.lang.policies import Policy as WrittenPolicy
     from kvdsl.lower.plan import PackagePlan
 
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
@@ -96,16 +97,17 @@ class Compiled:
     settings: Mapping[str, str]
 
 
-def compile_file(name_or_path: str | Path, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
-    """A shipped policy, by its stem, a .kv file, or one of them with clauses (`h2o with when prefill`), through all stages.
+def compile_file(named: str | Path | WrittenPolicy, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
+    """A shipped policy, by its stem, a .kv file, a policy that is written in Python, or one of them with clauses (`h2o with when prefill`),
+    through all stages.
 
     Raises:
         DiagnosticError: if there is no such file, or if it has errors.
     """
-    return compile_found(find_policy(name_or_path), settings)
+    return compile_found(find_policy(named), settings)
 
 
-def compile_found(found: Path | Combined, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
+def compile_found(found: Path | SourceFile, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
     """The same of what `find_policy` has found.
 
     Raises:

@@ -10,7 +10,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from kvdsl.codes import Code, Severity
@@ -50,6 +50,14 @@ class Diagnostic:
     def file(self) -> str:
         """The name of the file that it is about."""
         return self.span.file.name
+
+    def at_origin(self) -> Diagnostic:
+        """The same at the places where what it speaks of was written, which is elsewhere if a program made the text."""
+        inner, *around = self.span.file.origins(self.span)
+        labels = [Label(next(label.span.file.origins(label.span)), label.text) for label in self.labels]
+        if around and not around[-1].holds(inner):
+            labels.append(Label(around[-1], "used here"))
+        return replace(self, span=inner, labels=tuple(labels))
 
 
 class DiagnosticError(KvdslError):

@@ -25,11 +25,15 @@ from kvdsl.source import Combined, SourceFile
 if TYPE_CHECKING:
     from kvdsl.compiler import Compiled
     from kvdsl.ir.nodes import Policy
+    from kvdsl.lang.policies import Policy as WrittenPolicy
     from kvdsl.runtime.hf import KVCache
 
 
-def load(policy: str | Path, /, *, storage: str | None = None, rope: str | None = None, **settings: Any) -> type[KVCache]:
-    """The cache class of a shipped policy (`"h2o"`) or of a .kv file; or of one of them with clauses, `"h2o with when prefill"`.
+def load(
+    policy: str | Path | WrittenPolicy, /, *, storage: str | None = None, rope: str | None = None, **settings: Any
+) -> type[KVCache]:
+    """The cache class of a shipped policy (`"h2o"`), of a .kv file, or of what `@kvdsl.policy` made, here or in a file that is run for it
+    (`"mine.py:calm"`); or of one of them with clauses, `"h2o with when prefill"`.
 
     The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
 

@@ -11,14 +11,19 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvdsl import codes
 from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
 from kvdsl.source import Combined, SourceFile
 
+if TYPE_CHECKING:
+    from kvdsl.lang.policies import Policy
+
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
+_PYTHON = re.compile(r"(?P<path>.+\.py)(?::(?P<name>[^:/\\]*))?", re.DOTALL)
 _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
 
@@ -74,21 +79,27 @@ def stems_by_name() -> dict[str, str]:
 # -- by name or path ------------------------------------------------------------------------------------------------
 
 
-def find_policy(name_or_path: str | Path) -> Path | Combined:
-    """The file of a shipped policy, by its stem, or the path itself; of `h2o with when prefill` the policy with those clauses.
+def find_policy(named: str | Path | Policy) -> Path | SourceFile:
+    """The file of a shipped policy, by its stem, or the path itself; of a policy that is written in Python the text that it prints as; and
+    of `h2o with when prefill` the policy with those clauses.
+
+    Args:
+        named: `"h2o"`, `"mine.kv"`, `"mine.py:calm"`, which runs that file, one of these with clauses, or what `@kvdsl.policy` made.
 
     Raises:
-        DiagnosticError: if there is no such policy or file.
+        DiagnosticError: if there is no such policy or file, or if a Python file fails.
     """
-    text = str(name_or_path)
+    if not isinstance(named, (str, Path)):
+        return named.source
+    text = str(named)
     shipped = {path.stem: path for path in all_policies()}
-    if (known := _file(text, shipped)) is not None:
+    if (known := _known(text, shipped)) is not None:
         return known
     pieces = _WITH.split(text.strip())
     for count in range(1, len(pieces)):
         name = " with ".join(pieces[:count])
-        if (known := _file(name, shipped)) is not None:
-            found: Path | Combined = known
+        if (known := _known(name, shipped)) is not None:
+            found: Path | SourceFile = known
             for clauses in _joined(pieces[count:]):
                 found = combine(found, clauses, name)
             return found
@@ -107,9 +118,11 @@ def separate(policies: str) -> list[str]:
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
-def text_of(found: Path | Combined) -> str:
+def text_of(found: Path | SourceFile) -> str:
     """What stands in a policy's file; of one that has none, what would."""
-    return found.as_file if isinstance(found, Combined) else found.read_text(encoding="utf-8-sig")
+    if isinstance(found, SourceFile):
+        return found.as_file
+    return found.read_text(encoding="utf-8-sig")
 
 
 def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> Combined:
@@ -122,7 +135,7 @@ def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> C
     if isinstance(base, Combined):
         name, of = base.text, base.policy
     elif isinstance(base, SourceFile):
-        name, of = base.name, policy_name(base.text) or base.stem
+        name, of = name or base.name, policy_name(base.text) or base.stem
     else:
         is_shipped = shipped_policy(base.stem) == base
         name = name or (base.stem if is_shipped else str(base))
@@ -152,10 +165,21 @@ def _joined(pieces: Iterable[str]) -> list[str]:
     return found
 
 
-def _file(name: str, shipped: Mapping[str, Path]) -> Path | None:
-    """The file of the shipped policy of a name, or the file at a path, if there is one."""
+def file_of(name: str) -> Path:
+    """The file that a path names, or `mine.py:calm`."""
+    python = _PYTHON.fullmatch(name)
+    return Path(name if python is None else python["path"])
+
+
+def _known(name: str, shipped: Mapping[str, Path]) -> Path | SourceFile | None:
+    """The file of the shipped policy of a name, the file at a path, if there is one, or what a Python file writes."""
     if name in shipped:
         return shipped[name]
+    python = _PYTHON.fullmatch(name)
+    if python is not None:
+        from kvdsl.lang.modules import policy_of
+
+        return policy_of(file_of(name), python["name"] or "").source
     try:
         return path if (path := Path(name)).is_file() else None
     except (OSError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +49,15 @@ class SourceFile:
         """A place in this file."""
         return Span(self, start, end)
 
+    @property
+    def as_file(self) -> str:
+        """What would stand in a file that holds it."""
+        return self.text
+
+    def origins(self, span: Span) -> Iterator[Span]:
+        """Where what stands at a place was written: there, or, of a text that a program made, in the program; the innermost first."""
+        yield span
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Combined(SourceFile):
@@ -87,8 +97,8 @@ class Combined(SourceFile):
 
     @property
     def as_file(self) -> str:
-        """What would stand in a file; of clauses behind clauses, in two."""
-        before = self.base.as_file if isinstance(self.base, Combined) else f"kv 1\n{self.imports}\n"
+        """The same; of clauses behind clauses, in several."""
+        before = self.base.as_file if isinstance(self.base, SourceFile) else f"kv 1\n{self.imports}\n"
         return f"{before}\npolicy {self.policy} = {self.of} with {self.text[self.clauses :]}\n"
 
 
@@ -107,6 +117,10 @@ class Span:
     def text(self) -> str:
         """What stands there."""
         return self.file.text[self.start : self.end]
+
+    def holds(self, other: Span) -> bool:
+        """Whether another place lies in this one."""
+        return self.file is other.file and self.start <= other.start and other.end <= self.end
 
     def to(self, other: Span) -> Span:
         """From the start of this place to the end of another."""

@@ -13,6 +13,7 @@ import click
 from kvdsl.cli import completion
 from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option, tell
 from kvdsl.errors import KvdslError
+from kvdsl.shipped import file_of
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
@@ -90,7 +91,7 @@ class _Check:
 
     def files(self) -> set[Path]:
         """What the check depends on: the files that are named, also those that are not there, and what they import."""
-        return self.read | {Path(name) for name in kv_files(self.named, tests=True)}
+        return self.read | {file_of(name) for name in kv_files(self.named, tests=True)}
 
     def _check(self, name: str) -> tuple[Diagnostic, ...]:
         from kvdsl.compiler import analyse, find_policy

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def command(policy: str, only_path: bool, as_json: bool) -> None:
     """Print a policy's source, and say where it lies.
 
-    POLICY is a shipped policy or a .kv file, or one of them with clauses, which is shown as it would stand in a file. The source goes to
-    standard output as it is, highlighted on a terminal; where it lies is said on standard error.
+    POLICY is a shipped policy, a .kv file, or `module.py:policy`, which is run and shown as .kv; or one of them with clauses, which is
+    shown as it would stand in a file. The source goes to standard output as it is, highlighted on a terminal; where it lies is said on
+    standard error.
 
     \b
     Examples:
@@ -34,22 +35,23 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
     """
     from kvdsl.compiler import find_policy
     from kvdsl.diagnostics import DiagnosticError, Sink, wants_color
-    from kvdsl.source import Combined
+    from kvdsl.source import Combined, SourceFile
     from kvdsl.syntax.reader import read
 
     found, sink = find_policy(policy), Sink()
     if isinstance(found, Combined):
         _show_combined(found, only_path, as_json)
         return
-    source = read(found, sink, str(policy))
+    source = found if isinstance(found, SourceFile) else read(found, sink, str(policy))
+    path = Path(next(found.origins(found.span(0, 0))).file.name) if isinstance(found, SourceFile) else found
     if source is None:
         raise DiagnosticError(sink)
     if as_json:
-        print_json({"name": found.stem, "path": str(found.resolve()), "source": source.text})
+        print_json({"name": found.stem, "path": str(path.resolve()), "source": source.text})
     elif only_path:
-        click.echo(found.resolve())
+        click.echo(path.resolve())
     else:
-        click.echo(click.style(_short(found), dim=True), err=True, color=wants_color(sys.stderr))
+        click.echo(click.style(_short(path), dim=True), err=True, color=wants_color(sys.stderr))
         _print(source.text)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Protocol, TypeVar
 
 
@@ -163,6 +163,12 @@ ELEMENTWISE = {row.name: row.arguments for row in FUNCTIONS.values() if row.argu
 """The functions that are called by name, and how many arguments they take; `max` and `min` take more, too."""
 
 
+class Strength(IntEnum):
+    """How tightly what is written holds together: an operand that is weaker than its place stands in parentheses."""
+
+    OR, AND, NOT, COMPARE, SUM, PRODUCT, FACTOR, POWER, ATOM = range(9)
+
+
 class Kind(Enum):
     """What an operator is between, and what it gives."""
 
@@ -183,25 +189,34 @@ class OperatorRow:
     name: str
     word: str
     kind: Kind
+    strength: Strength
     value: Callable[[float, float], float]
+
+    @property
+    def sides(self) -> tuple[Strength, Strength]:
+        """How strong its operands have to be: `a - b - c` is of `a - b`, comparisons are of none, and `**` binds to the right."""
+        if self.strength is Strength.POWER:
+            return Strength.ATOM, Strength.FACTOR
+        above = Strength(self.strength + 1)
+        return above if self.strength is Strength.COMPARE else self.strength, above
 
 
 OPERATORS = _table(
     [
-        OperatorRow("+", "plus", Kind.ARITHMETIC, lambda a, b: a + b),
-        OperatorRow("-", "minus", Kind.ARITHMETIC, lambda a, b: a - b),
-        OperatorRow("*", "times", Kind.ARITHMETIC, lambda a, b: a * b),
-        OperatorRow("/", "over", Kind.ARITHMETIC, lambda a, b: a / b),
-        OperatorRow("%", "mod", Kind.ARITHMETIC, lambda a, b: a % b),
-        OperatorRow("**", "to", Kind.ARITHMETIC, math.pow),
-        OperatorRow("<", "lt", Kind.COMPARISON, lambda a, b: float(a < b)),
-        OperatorRow("<=", "le", Kind.COMPARISON, lambda a, b: float(a <= b)),
-        OperatorRow(">", "gt", Kind.COMPARISON, lambda a, b: float(a > b)),
-        OperatorRow(">=", "ge", Kind.COMPARISON, lambda a, b: float(a >= b)),
-        OperatorRow("==", "eq", Kind.COMPARISON, lambda a, b: float(a == b)),
-        OperatorRow("!=", "ne", Kind.COMPARISON, lambda a, b: float(a != b)),
-        OperatorRow("and", "and", Kind.LOGICAL, lambda a, b: float(a != 0 and b != 0)),
-        OperatorRow("or", "or", Kind.LOGICAL, lambda a, b: float(a != 0 or b != 0)),
+        OperatorRow("+", "plus", Kind.ARITHMETIC, Strength.SUM, lambda a, b: a + b),
+        OperatorRow("-", "minus", Kind.ARITHMETIC, Strength.SUM, lambda a, b: a - b),
+        OperatorRow("*", "times", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a * b),
+        OperatorRow("/", "over", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a / b),
+        OperatorRow("%", "mod", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a % b),
+        OperatorRow("**", "to", Kind.ARITHMETIC, Strength.POWER, math.pow),
+        OperatorRow("<", "lt", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a < b)),
+        OperatorRow("<=", "le", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a <= b)),
+        OperatorRow(">", "gt", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a > b)),
+        OperatorRow(">=", "ge", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a >= b)),
+        OperatorRow("==", "eq", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a == b)),
+        OperatorRow("!=", "ne", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a != b)),
+        OperatorRow("and", "and", Kind.LOGICAL, Strength.AND, lambda a, b: float(a != 0 and b != 0)),
+        OperatorRow("or", "or", Kind.LOGICAL, Strength.OR, lambda a, b: float(a != 0 or b != 0)),
     ]
 )
 

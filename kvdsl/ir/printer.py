@@ -39,14 +39,7 @@ from kvdsl.ir.nodes import (
     Tensor,
     TensorRef,
 )
-from kvdsl.ir.ops import FUNCTIONS, INPUTS
-
-_OR, _AND, _NOT, _COMPARE, _SUM, _PRODUCT, _FACTOR, _POWER, _ATOM = range(9)
-
-_STRENGTH = {
-    "or": _OR, "and": _AND, "<": _COMPARE, "<=": _COMPARE, ">": _COMPARE, ">=": _COMPARE, "==": _COMPARE, "!=": _COMPARE,
-    "+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT, "%": _PRODUCT, "**": _POWER,
-}  # fmt: skip
+from kvdsl.ir.ops import FUNCTIONS, INPUTS, OPERATORS, Strength
 
 _OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
 _OVER |= {Axis.HEAD: " over heads"}
@@ -55,66 +48,66 @@ _POSITION = Input(name="position")
 
 def print_expression(expr: Expr) -> str:
     """An expression, with as few parentheses as its meaning needs."""
-    return _text(expr, _OR)
+    return _text(expr, Strength.OR)
 
 
-def _text(expr: Expr, at_least: int) -> str:
+def _text(expr: Expr, at_least: Strength) -> str:
     text, strength = _parts(expr)
     return text if strength >= at_least else f"({text})"
 
 
-def _parts(expr: Expr) -> tuple[str, int]:
+def _parts(expr: Expr) -> tuple[str, Strength]:
     if isinstance(expr, Number):
-        return print_number(expr.value), _ATOM if expr.value >= 0 else _FACTOR
+        return print_number(expr.value), Strength.ATOM if expr.value >= 0 else Strength.FACTOR
     if isinstance(expr, Input):
-        return INPUTS[expr.name].written or expr.name, _ATOM
+        return INPUTS[expr.name].written or expr.name, Strength.ATOM
     if isinstance(expr, Random):
-        return "random()", _ATOM
+        return "random()", Strength.ATOM
     if isinstance(expr, Binary):
         return _binary(expr)
     if isinstance(expr, Call):
         return _call(expr)
     if isinstance(expr, Reduce):
-        decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
-        return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{_only(expr)}{decay})", _ATOM
+        decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
+        return f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})", Strength.ATOM
     if isinstance(expr, Other):
-        return f"j.{expr.body.name}" if isinstance(expr.body, (Input, GivenRef)) else f"j.({_text(expr.body, _OR)})", _ATOM
+        return f"j.{expr.body.name}" if isinstance(expr.body, (Input, GivenRef)) else f"j.({_text(expr.body, Strength.OR)})", Strength.ATOM
     if isinstance(expr, Fold):
         over = " over prunes" if expr.over == "prunes" else ""
-        return f"fold({_text(expr.body, _OR)}{over}, {_text(expr.start, _OR)})", _ATOM
+        return f"fold({_text(expr.body, Strength.OR)}{over}, {_text(expr.start, Strength.OR)})", Strength.ATOM
     if isinstance(expr, Previous):
-        return "prev", _ATOM
+        return "prev", Strength.ATOM
     if isinstance(expr, Project):
-        return f"project({_text(expr.body, _OR)}, {_text(expr.matrix, _OR)})", _ATOM
+        return f"project({_text(expr.body, Strength.OR)}, {_text(expr.matrix, Strength.OR)})", Strength.ATOM
     if isinstance(expr, Rotate):
         return (
-            f"{expr.op}({', '.join(_text(part, _OR) for part in (expr.body, expr.by, expr.factor) if part is not None)})",
-            _ATOM,
+            f"{expr.op}({', '.join(_text(part, Strength.OR) for part in (expr.body, expr.by, expr.factor) if part is not None)})",
+            Strength.ATOM,
         )
     if isinstance(expr, Leverage):
-        return f"leverage({_text(expr.body, _OR)}, {_text(expr.ridge, _OR)})", _ATOM
+        return f"leverage({_text(expr.body, Strength.OR)}, {_text(expr.ridge, Strength.OR)})", Strength.ATOM
     if isinstance(expr, Rank):
         over = "" if expr.within == "all" else f" over {expr.within}"
-        return f"rank({_text(expr.body, _OR)}{over}{_by(expr)})", _ATOM
+        return f"rank({_text(expr.body, Strength.OR)}{over}{_by(expr)})", Strength.ATOM
     if isinstance(expr, Enough):
         order = () if expr.by == expr.body else (expr.by,)
-        return f"enough({', '.join(_text(part, _OR) for part in (expr.body, expr.share, *order))})", _ATOM
+        return f"enough({', '.join(_text(part, Strength.OR) for part in (expr.body, expr.share, *order))})", Strength.ATOM
     if isinstance(expr, Pool):
-        return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
+        return f"{expr.op}_pool({_text(expr.body, Strength.OR)}, {_text(expr.size, Strength.OR)})", Strength.ATOM
     if isinstance(expr, RingRef):
-        return f"{expr.op}({expr.name})", _ATOM
+        return f"{expr.op}({expr.name})", Strength.ATOM
     assert isinstance(expr, (ParamRef, TensorRef, GivenRef, ColumnRef, FoldRef))
-    return expr.name, _ATOM
+    return expr.name, Strength.ATOM
 
 
 def _over(expr: Reduce) -> str:
     """What a reduction ranges over; queries go without saying, but beside `max(a, b)`."""
     if expr.last is not None:
-        return f" over last {_text(expr.last, _OR)} queries"
+        return f" over last {_text(expr.last, Strength.OR)} queries"
     if expr.axis is Axis.OTHER:
         return " over slots as j"
     if expr.within != "all":
-        after = "" if expr.after is None else f" after {_text(expr.after, _OR)}"
+        after = "" if expr.after is None else f" after {_text(expr.after, Strength.OR)}"
         return " over next page" if expr.within == "next" else f" over {expr.within}{after}"
     return " over queries" if expr.axis is Axis.QUERY and expr.op in FUNCTIONS else _OVER[expr.axis]
 
@@ -125,29 +118,25 @@ def _only(expr: Reduce) -> str:
     where = expr.where
     if expr.axis is Axis.OTHER and expr.within == "all":
         where = others if where is None else Binary(op="and", left=others, right=where)
-    return ("" if where is None else f" where {_text(where, _OR)}") + _by(expr)
+    return ("" if where is None else f" where {_text(where, Strength.OR)}") + _by(expr)
 
 
 def _by(expr: Reduce | Rank) -> str:
-    return "" if expr.by is None else f" by {_text(expr.by, _OR)}"
+    return "" if expr.by is None else f" by {_text(expr.by, Strength.OR)}"
 
 
-def _binary(expr: Binary) -> tuple[str, int]:
-    strength = _STRENGTH[expr.op]
-    left, right = strength, strength + 1
-    if strength == _COMPARE:
-        left = strength + 1
-    elif strength == _POWER:
-        left, right = _ATOM, _FACTOR
-    return f"{_text(expr.left, left)} {expr.op} {_text(expr.right, right)}", strength
+def _binary(expr: Binary) -> tuple[str, Strength]:
+    row = OPERATORS[expr.op]
+    left, right = row.sides
+    return f"{_text(expr.left, left)} {expr.op} {_text(expr.right, right)}", row.strength
 
 
-def _call(expr: Call) -> tuple[str, int]:
+def _call(expr: Call) -> tuple[str, Strength]:
     if expr.function == "neg":
-        return f"-{_text(expr.args[0], _FACTOR)}", _FACTOR
+        return f"-{_text(expr.args[0], Strength.FACTOR)}", Strength.FACTOR
     if expr.function == "not":
-        return f"not {_text(expr.args[0], _NOT)}", _NOT
-    return f"{expr.function}({', '.join(_text(arg, _OR) for arg in expr.args)})", _ATOM
+        return f"not {_text(expr.args[0], Strength.NOT)}", Strength.NOT
+    return f"{expr.function}({', '.join(_text(arg, Strength.OR) for arg in expr.args)})", Strength.ATOM
 
 
 def print_number(value: float) -> str:

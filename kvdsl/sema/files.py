@@ -74,7 +74,8 @@ class Analysis:
         policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
         said = sink.sorted(first=text)
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
-        return Analysis(policies, shown, found if isinstance(found, tuple) else (), frozenset(read), text)
+        told = tuple(one.at_origin() for one in shown)
+        return Analysis(policies, told, found if isinstance(found, tuple) else (), frozenset(read), text)
 
 
 def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:

@@ -1,0 +1,26 @@
+"""The language's own names as objects of Python, for policies that are written there: `from kvdsl.lang import attn, mean, norm1, v`.
+
+An operator or a call of them makes an expression, `mean(attn) * norm1(v)`, which has no value: it is printed as .kv, and compiled from
+there. `sum`, `max`, `min` and `abs` hide Python's own; `import kvdsl.lang as kv` leaves these alone, `kv.sum(kv.attn)`.
+Imports neither torch nor transformers. All names of the table of operations are here, and those of the prelude.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.lang.expressions import Expression, MisusedError, Name
+from kvdsl.resources import read_resource
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Name: ...
+
+
+_PRELUDE = re.findall(r"^let (\w+)", read_resource("grammar", "prelude.kv"), re.MULTILINE)
+_NAMES = {name: Name(name) for name in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"})}
+
+globals().update(_NAMES)
+__all__ = ["Expression", "MisusedError", "Name", *_NAMES]

@@ -1,0 +1,233 @@
+"""Expressions of the language as objects of Python: an operator or a call makes a larger one, which knows its text and its line."""
+
+from __future__ import annotations
+
+import math
+import re
+from numbers import Integral, Real
+from typing import Any, NoReturn, Union
+
+from kvdsl.errors import KvdslError
+from kvdsl.ir.ops import OPERATORS, Strength
+from kvdsl.lang.places import Place, Text, here, joined
+from kvdsl.syntax.reader import MAX_BYTES
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORDS = re.compile(r"[A-Za-z_]\w*( [A-Za-z_]\w*)*", re.ASCII)
+
+Operand = Union["Expression", float]
+"""What stands in an expression: one, or a number."""
+
+
+class MisusedError(KvdslError, TypeError):
+    """Something in Python that the language has no words for. `help`: what to write instead."""
+
+    def __init__(self, message: str, help: str | None = None) -> None:
+        super().__init__(message if help is None else f"{message}; {help}")
+        self.message, self.help = message, help
+
+    def __reduce__(self) -> tuple[type[MisusedError], tuple[str, str | None]]:
+        return type(self), (self.message, self.help)
+
+
+class Expression:
+    """An expression of the language, as it is written there. It has no value in Python."""
+
+    __slots__ = ("strength", "text")
+    __array_ufunc__ = None  # a number of NumPy leaves its operators to us
+
+    def __init__(self, text: Text, strength: Strength, place: Place | None = None) -> None:
+        if len(text.text) > MAX_BYTES:
+            raise MisusedError(
+                f"the expression is larger than {MAX_BYTES // 1024} KiB", "`p.let` names what stands in it often"
+            )
+        self.text = text if place is None else text.made(place)
+        self.strength = strength
+
+    def __repr__(self) -> str:
+        return self.text.text
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Operand) -> Expression:
+        return _binary("+", self, other)
+
+    def __radd__(self, other: Operand) -> Expression:
+        return _binary("+", other, self)
+
+    def __sub__(self, other: Operand) -> Expression:
+        return _binary("-", self, other)
+
+    def __rsub__(self, other: Operand) -> Expression:
+        return _binary("-", other, self)
+
+    def __mul__(self, other: Operand) -> Expression:
+        return _binary("*", self, other)
+
+    def __rmul__(self, other: Operand) -> Expression:
+        return _binary("*", other, self)
+
+    def __truediv__(self, other: Operand) -> Expression:
+        return _binary("/", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Expression:
+        return _binary("/", other, self)
+
+    def __mod__(self, other: Operand) -> Expression:
+        return _binary("%", self, other)
+
+    def __rmod__(self, other: Operand) -> Expression:
+        return _binary("%", other, self)
+
+    def __pow__(self, other: Operand) -> Expression:
+        return _binary("**", self, other)
+
+    def __rpow__(self, other: Operand) -> Expression:
+        return _binary("**", other, self)
+
+    def __lt__(self, other: Operand) -> Expression:
+        return _binary("<", self, other)
+
+    def __le__(self, other: Operand) -> Expression:
+        return _binary("<=", self, other)
+
+    def __gt__(self, other: Operand) -> Expression:
+        return _binary(">", self, other)
+
+    def __ge__(self, other: Operand) -> Expression:
+        return _binary(">=", self, other)
+
+    def __eq__(self, other: Operand) -> Expression:  # type: ignore[override]
+        return _binary("==", self, other)
+
+    def __ne__(self, other: Operand) -> Expression:  # type: ignore[override]
+        return _binary("!=", self, other)
+
+    def __and__(self, other: Operand) -> Expression:
+        return _binary("and", self, other)
+
+    def __rand__(self, other: Operand) -> Expression:
+        return _binary("and", other, self)
+
+    def __or__(self, other: Operand) -> Expression:
+        return _binary("or", self, other)
+
+    def __ror__(self, other: Operand) -> Expression:
+        return _binary("or", other, self)
+
+    def __neg__(self) -> Expression:
+        return Expression(joined("-", _side(self, Strength.FACTOR)), Strength.FACTOR, here())
+
+    def __pos__(self) -> Expression:
+        return self
+
+    def __invert__(self) -> Expression:
+        return Expression(joined("not ", _side(self, Strength.NOT)), Strength.NOT, here())
+
+    def __abs__(self) -> Expression:
+        return Expression(joined("abs(", self.text, ")"), Strength.ATOM, here())
+
+    # -- what Python would ask of a value --------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        raise MisusedError(
+            f"`{_short(self)}` is neither true nor false in Python: it is found for every cached token",
+            "write `(a > 0) & (b > 0)`, `|` and `~` for `and`, `or` and `not`, `where(c, a, b)` for `a if c else b`, "
+            "`(a < b) & (b < c)` for `a < b < c`, and import `max` and `min` from `kvdsl.lang`",
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise MisusedError(
+            f"`{_short(self)}` is no list",
+            'import `sum`, `max` and `min` from `kvdsl.lang`, and write `sum(x, over="slots")`',
+        )
+
+    def __getitem__(self, item: object) -> NoReturn:
+        raise MisusedError(
+            f"`{_short(self)}` is not indexed: an expression is found for all cached tokens",
+            "`mean(x, last=32)` picks the last queries, `where(position < 4, x, y)` tokens",
+        )
+
+
+class Name(Expression):
+    """A name of the language. What it stands for, a value or a function, the compiler knows; a call of it is an expression, too."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Text(name), Strength.ATOM)
+
+    def __call__(
+        self,
+        *arguments: Operand,
+        over: str | None = None,
+        last: Operand | None = None,
+        after: Operand | None = None,
+        **named: Operand,
+    ) -> Expression:
+        """A call: `mean(x, over="slots")`, `sum(x, last=32)` for `over last 32 queries`, `pyramid(budget, beta=10)`."""
+        texts = [written(one) for one in arguments] + [joined(f"{key} = ", written(one)) for key, one in named.items()]
+        reduced = -1 if self.text.text == "dot" else 0
+        if texts:
+            texts[reduced] = joined(texts[reduced], _over(over, last, after))
+        elif over is not None or last is not None:
+            raise MisusedError(f"`{self}` is called without what it reduces", f"write `{self}(x, over=...)`")
+        inner = [part for text in texts for part in (", ", text)][1:]
+        return Expression(joined(self.text, "(", *inner, ")"), Strength.ATOM, here())
+
+
+def _over(over: str | None, last: Operand | None, after: Operand | None) -> Text:
+    """What a call reduces over, with the space before it."""
+    if last is not None:
+        if over not in (None, "queries") or after is not None:
+            raise MisusedError("`last=32` means the last 32 queries", "leave out the other `over=` and `after=`")
+        return joined(" over last ", written(last), " queries")
+    if over is None:
+        if after is not None:
+            raise MisusedError(
+                "`after=` says where a range begins, and none is named", 'write `mean(q, over="text", after=4)`'
+            )
+        return Text("")
+    if not isinstance(over, str) or _WORDS.fullmatch(over) is None:
+        raise MisusedError(f"`over=` is a word, not `{over!r:.40}`", 'write `over="slots"`, say')
+    return joined(f" over {over}", *(() if after is None else (" after ", written(after))))
+
+
+def _binary(op: str, left: Operand, right: Operand) -> Expression:
+    row, place = OPERATORS[op], here()
+    first, second = row.sides
+    return Expression(joined(_side(left, first), f" {op} ", _side(right, second)), row.strength, place)
+
+
+def _short(expression: Expression) -> str:
+    """An expression for a message."""
+    text = repr(expression)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _stands(value: Any) -> bool:
+    """Whether something can stand in an expression."""
+    return isinstance(value, Expression) or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _side(value: Operand, strength: Strength) -> Text:
+    """An operand, in parentheses where it is too weak to do without."""
+    text, own = written(value), value.strength if isinstance(value, Expression) else _strength(value)
+    return text if own >= strength else joined("(", text, ")")
+
+
+def _strength(number: float) -> Strength:
+    return Strength.ATOM if number >= 0 else Strength.FACTOR
+
+
+def written(value: Operand) -> Text:
+    """An expression or a number as it stands in the language."""
+    if isinstance(value, Expression):
+        return value.text
+    if not _stands(value):
+        raise MisusedError(f"`{value!r:.40}` cannot stand in an expression", "names of `kvdsl.lang` and numbers can")
+    if isinstance(value, Integral):
+        return Text(str(int(value)))
+    if not math.isfinite(value):
+        raise MisusedError(f"`{float(value)}` is no number of the language", "`everything` is more tokens than any text has")
+    return Text(repr(float(value)))

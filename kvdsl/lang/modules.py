@@ -1,0 +1,84 @@
+"""`mine.py:calm`: the policy of that name in a Python file, which is run to get at it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from kvdsl import codes
+from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, listed
+from kvdsl.lang.expressions import MisusedError
+from kvdsl.lang.places import Place, place_in
+from kvdsl.lang.policies import Policy
+from kvdsl.source import SourceFile
+
+
+def policy_of(path: Path, name: str) -> Policy:
+    """The policy of a Python file, by the name that it has there; the only one where there is no name.
+
+    The file is run, with its folder first on the import path: only what is trusted may be named so.
+
+    Raises:
+        DiagnosticError: if the file cannot be read or fails, or has no such policy.
+    """
+    found = {key: value for key, value in _run(path).items() if isinstance(value, Policy)}
+    if name in found:
+        return found[name]
+    if not name and len({*found.values()}) == 1:
+        return next(iter(found.values()))
+    several = listed((f"{path.name}:{one}" for one in found), "or") if found else None
+    if not name and found:
+        raise _refused(f"{path}", f"`{path}` has several policies", f"name one: {several}")
+    help = did_you_mean(name, found) or several or "`@kvdsl.policy` makes a policy of a function"
+    raise _refused(f"{path}:{name}", f"there is no policy `{name}` in `{path}`" if name else f"`{path}` has no policy", help)
+
+
+def _run(path: Path) -> Mapping[str, object]:
+    """What a Python file defines. What it prints goes to standard error, where it is in nobody's way."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise _refused(str(path), f"there is no file `{path}`", "paths are relative to the current folder") from None
+    module = ModuleType(f"_kvdsl_run_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile(data, str(path), "exec", dont_inherit=True), module.__dict__)
+    except DiagnosticError:
+        raise
+    except (Exception, SystemExit) as failure:
+        raise _failed(path, failure) from failure
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return vars(module)
+
+
+def _refused(name: str, message: str, help: str) -> DiagnosticError:
+    sink = Sink()
+    sink.report(codes.NO_SUCH_POLICY, SourceFile("<policy>", name).span(0, len(name)), message, help)
+    return DiagnosticError(sink)
+
+
+def _failed(path: Path, failure: BaseException) -> DiagnosticError:
+    """What went wrong in a Python file, at the line of it that was being run."""
+    place = Place(str(path), 1)
+    if isinstance(failure, SyntaxError) and failure.filename == str(path) and failure.lineno is not None:
+        place = Place(str(path), failure.lineno)
+    trace = failure.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            place = place_in(trace.tb_frame.f_code, trace.tb_lasti, trace.tb_lineno)
+        trace = trace.tb_next
+    text = " ".join(str(failure).split())
+    sink = Sink()
+    if isinstance(failure, MisusedError):
+        sink.report(codes.PYTHON, place.span(), failure.message, failure.help)
+    else:
+        message = f"this raises `{type(failure).__name__}`{f': {text}' if text else ''}"
+        sink.report(codes.PYTHON, place.span(), message)
+    return DiagnosticError(sink)

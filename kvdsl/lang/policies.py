@@ -1,0 +1,232 @@
+"""Policies that are written in Python: a function that is given a policy to write, and what becomes of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any, overload
+
+from kvdsl.diagnostics import Diagnostic, Sink, nearest
+from kvdsl.ir.printer import quote
+from kvdsl.lang.expressions import NAME, MisusedError, Name, Operand, written
+from kvdsl.lang.places import MadeFile, Place, Text, definition, here, joined, laid_out
+from kvdsl.lang.statements import NAMED, forms, range_of, ways, write
+from kvdsl.reference import STATEMENTS, first_word
+from kvdsl.sema.modules import EDITION
+from kvdsl.source import SourceFile
+
+Body = FunctionType
+
+
+class Draft:
+    """A policy that is being written: every statement of the language is a method. `p.override.score(x)` is `override score x`."""
+
+    def __init__(self, statements: list[Text] | None = None, override: bool = False) -> None:
+        self._statements: list[Text] = [] if statements is None else statements
+        self._override = override
+
+    @property
+    def override(self) -> Draft:
+        """The same policy; what is written by this changes a statement of the policy that it extends."""
+        return Draft(self._statements, True)
+
+    def param(self, name: str, default: Operand, unit: str | None = None, *, in_: tuple[Any, Any] | None = None) -> Name:
+        """`param NAME unit = default in low..high`: `p.param("sigma", 24, in_=(0, ...))`."""
+        parts = [" ", _checked(name), *(() if unit is None else (" ", _checked(unit))), " = ", written(default)]
+        self._add("param", *parts, *(() if in_ is None else (" in ", range_of(in_))))
+        return Name(name)
+
+    @overload
+    def let(self, name: str, value: Operand | Callable[..., Operand]) -> Name: ...
+    @overload
+    def let(self, name: Callable[..., Operand]) -> Name: ...
+
+    def let(self, name: Any, value: Any = None) -> Name:
+        """`let NAME = value`, or of a function of Python a function: `p.let("share", lambda x: x / sum(x, over="slots"))`.
+
+        It stands above a `def`, too: `@p.let`.
+        """
+        if value is None and inspect.isfunction(name):
+            name, value = name.__name__, name
+        head: tuple[str | Text, ...] = (" ", _checked(name))
+        if inspect.isfunction(value):
+            parameters = inspect.signature(value).parameters.values()
+            value = value(*(Name(_checked(one.name)) for one in parameters))
+            inner = [part for one in parameters for part in (", ", _parameter(one))][1:]
+            head = (*head, "(", *inner, ")")
+        self._add("let", *head, " = ", written(value))
+        return Name(name)
+
+    def tensor(self, name: str, *axes: str, from_: str) -> Name:
+        """`tensor NAME [axes] from "file"`: `p.tensor("basis", "layers", "heads", "dims", from_="basis.safetensors")`."""
+        self._add("tensor", f" {_checked(name)} [{', '.join(map(_checked, axes))}] from {quote(from_)}")
+        return Name(name)
+
+    def given(self, name: str, default: Operand | None = None) -> Name:
+        """`given NAME = default`: a number of each token, from the caller."""
+        self._add("given", " ", _checked(name), *(() if default is None else (" = ", written(default))))
+        return Name(name)
+
+    def __getattr__(self, word: str) -> Callable[..., None]:
+        if word not in forms():
+            near = nearest(word, (*forms(), *NAMED))
+            raise AttributeError(f"the language has no statement `{word}`" + (f"; did you mean `{near}`?" if near else ""))
+
+        def statement(*values: Any, **named: Any) -> None:
+            self._put(write(word, values, named))
+
+        statement.__name__, statement.__doc__ = word, _explained(word)
+        return statement
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *forms()]
+
+    def _add(self, *parts: str | Text) -> None:
+        self._put(joined(*parts))
+
+    def _put(self, statement: Text) -> None:
+        self._statements.append(joined("override " if self._override else "", statement).made(here()))
+
+
+def _explained(word: str) -> str:
+    """What a statement means, and how it is called."""
+    said = {STATEMENTS[rule][0]: None for rule in STATEMENTS if first_word(rule) == word}
+    return "\n\n".join(("; ".join(said), *ways(word)))
+
+
+def _checked(name: Any) -> str:
+    """A name of the language's."""
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise MisusedError(f"`{name!r:.40}` is no name", "a name has ASCII letters, digits and `_`")
+    return name
+
+
+def _parameter(one: inspect.Parameter) -> Text:
+    """What a function takes."""
+    if one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        raise MisusedError(f"a function of the language has no `{one}`", "name each of its arguments")
+    return Text(one.name) if one.default is one.empty else joined(f"{one.name} = ", written(one.default))
+
+
+# -- what becomes of it ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A policy that was written in Python. `kvdsl.load` makes a cache class of it, as of a policy's name.
+
+    Attributes:
+        name: as `policy NAME` has it. `stem`: what its package is called.
+        place: where it was written.
+    """
+
+    name: str
+    stem: str
+    place: Place
+    _written: Text
+
+    def __repr__(self) -> str:
+        return f"<kvdsl policy {self.name}, {self.place.file}:{self.place.line}>"
+
+    @property
+    def kv(self) -> str:
+        """The policy as a .kv file has it."""
+        return self.source.text
+
+    @cached_property
+    def source(self) -> SourceFile:
+        """The text that the compiler reads; what it says of a place in it, it says of the Python that wrote it."""
+        from kvdsl.syntax.formatter import format_source
+
+        rough = self._written
+        text = format_source(SourceFile(f"<{self.stem}>", rough.text), Sink())
+        path = Path(self.place.file)
+        beside = path.with_name(f"{self.stem}.kv") if path.is_file() else None  # files are named from there
+        marks = rough.marks if text is None else laid_out(rough, text)
+        return MadeFile(f"<{self.stem}>", rough.text if text is None else text, beside, marks, place=self.place)
+
+    def check(self, **settings: Any) -> tuple[Diagnostic, ...]:
+        """What is wrong with it, or worth a warning, with these values of params."""
+        from kvdsl.compiler import analyse
+
+        return analyse(self.source, settings={name: str(value) for name, value in settings.items()}).diagnostics
+
+
+@overload
+def policy(body: Body) -> Policy: ...
+@overload
+def policy(
+    *, name: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
+) -> Callable[[Body], Policy]: ...
+
+
+def policy(
+    body: Body | None = None, *, name: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
+) -> Any:
+    """Makes a policy of a function that writes it, at once: `@kvdsl.policy`.
+
+    The function is given the policy to write (`kvdsl.lang.policies.Draft`). Its other parameters are the policy's params, with their
+    defaults; those without a default are names that the policy has from elsewhere, from the one that it extends for example. Its
+    docstring is the policy's.
+
+    Args:
+        name: the policy's [default: the function's, `Calm` for `calm`].
+        extends: the policy that this one extends, by its name in the language, `"H2O"`.
+        imports: shipped policies and .kv files to import, `"h2o"`.
+
+    Raises:
+        MisusedError: if the function writes what is none of the language. What is wrong with the policy is found by `check` and `load`.
+    """
+    if body is None:
+        return lambda body: policy(body, name=name, extends=extends, imports=imports)  # type: ignore[call-overload]
+    own = body.__name__
+    called = "".join(part[:1].upper() + part[1:] for part in own.split("_")) if name is None else name
+    stem = own if name is None else called.lower()
+    place = definition(body)
+    heads = [_import(one) for one in ((imports,) if isinstance(imports, str) else imports)]
+    extending = "" if extends is None else f" extends {_checked(extends)}"
+    head = Text(f"policy {_checked(called)}{extending} {{").made(place)
+    statements = [_docstring(body.__doc__).made(place)] if body.__doc__ else []
+    statements += _statements(body, extends is not None or bool(heads))
+    lines: list[str | Text] = [
+        f"kv {EDITION}\n\n",
+        *heads,
+        head,
+        "\n",
+        *(joined("  ", one, "\n") for one in statements),
+        "}\n",
+    ]
+    return Policy(called, stem, place, joined(*lines))
+
+
+def _statements(body: Body, inherits: bool) -> list[Text]:
+    """What the function writes."""
+    parameters = [*inspect.signature(body).parameters.values()][1:]
+    statements: list[Text] = []
+    for one in parameters:
+        if one.kind is one.VAR_POSITIONAL or one.kind is one.VAR_KEYWORD or (one.default is one.empty and not inherits):
+            raise MisusedError(
+                f"`{one}` of `{body.__name__}` has no default, which a param needs", f"write `{one.name}=512`, say"
+            )
+        if one.default is not one.empty:
+            statements.append(joined("param ", _parameter(one)).made(definition(body, one.name)))
+    body(Draft(statements), **{one.name: Name(one.name) for one in parameters})
+    return statements
+
+
+def _import(name: str) -> str:
+    return f"import {quote(name) if name.endswith('.kv') else _checked(name)}\n\n"
+
+
+def _docstring(doc: str) -> Text:
+    """A string of the language that says the same, on as many lines."""
+    first, *rest = inspect.cleandoc(doc).split("\n")
+    if not rest:
+        return Text(quote(first))
+    lines = [first, *(f"  {line}" if line else "" for line in rest)]
+    text = "\n".join(quote(line)[1:-1].replace('\\"', '"') for line in lines).replace('"""', r"\"\"\"")
+    return Text('"""' + (text[:-1] + r"\"" if text.endswith('"') else text) + '"""')

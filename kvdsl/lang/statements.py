@@ -1,0 +1,230 @@
+"""How statements are written in Python, read from the grammar: the words before a value, joined by `_`, name it.
+
+    keep top expr by expr                        p.keep(top=budget / 2, by=std(attn))
+    budget expr [across heads [floor expr]]      p.budget(budget, across_heads_floor=0.2)
+    select ... [in layers (range | reused)]      p.select(top=64, by=dot(q, k), in_layers=(2, ...))
+
+What follows the statement's own word at once has no name: `p.score(mean(attn))`, `p.when("prefill")`. Words that stand behind a value
+and name none, as in `top expr dims` and `every expr queries`, go without saying, but where the grammar offers a choice:
+`in_layers_reused_above=[2, 13]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvdsl.diagnostics import listed
+from kvdsl.lang.expressions import NAME, MisusedError, written
+from kvdsl.lang.places import Text, joined
+from kvdsl.reference import STATEMENTS, first_word, grammar_rules
+
+NAMED = ("param", "let", "tensor", "given")
+"""The statements that define names: they give these back, and `kvdsl.lang.policies` has a method for each."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a value goes; `name` is empty for one that is given by its place."""
+
+    kind: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What stands there or not, or one of several. `flag`: the name that asks for one which needs no value."""
+
+    choices: tuple[Parts, ...]
+    optional: bool
+    flag: str = ""
+
+
+Parts = tuple[str | Slot | Group, ...]
+
+
+@lru_cache(maxsize=1)
+def forms() -> Mapping[str, tuple[Parts, ...]]:
+    """The statements that define no name, by their first word: each way of writing them, without that word."""
+    found: dict[str, tuple[Parts, ...]] = {}
+    for rule in STATEMENTS:
+        if rule not in NAMED:
+            word = first_word(rule)
+            found[word] = (*found.get(word, ()), tuple(_named(_read(rule)[1:])))
+    return found
+
+
+def write(word: str, values: Sequence[Any], named: Mapping[str, Any]) -> Text:
+    """The statement that begins with this word, with values by their places and by name; None is none.
+
+    Raises:
+        MisusedError: if it is not written so.
+    """
+    for form in forms()[word]:
+        writer = _Writer([*values], {name: value for name, value in named.items() if value is not None})
+        try:
+            parts = [*writer.write(form)]
+        except _MisfitError:
+            continue
+        if not writer.values and not writer.named:
+            return joined(word, *parts)
+    raise MisusedError(f"`{word}` is not written so", f"write {listed(ways(word))}")
+
+
+def ways(word: str) -> Iterator[str]:
+    """How a statement can be called."""
+    for form in forms()[word]:
+        yield f"p.{word}({', '.join(_signature(form))})"
+
+
+# -- from the grammar --------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r'"\S+?"|\w+|[\[\]()|]')
+_LIST = re.compile(r'expr \("," expr\)\*')
+_KINDS = ("expr", "NAME", "range", "list")
+
+
+def _read(rule: str) -> Parts:
+    """The parts of a rule and of those that it names."""
+    tokens = _TOKEN.findall(_LIST.sub("list", grammar_rules()[rule]))
+    return _sequence(tokens)
+
+
+def _sequence(tokens: list[str]) -> Parts:
+    """What stands up to the end, or to a sign that ends it."""
+    found: list[str | Slot | Group] = []
+    while tokens and tokens[0] not in ("]", ")", "|"):
+        token = tokens.pop(0)
+        if token in ("[", "("):
+            choices = [_sequence(tokens)]
+            while tokens.pop(0) == "|":
+                choices.append(_sequence(tokens))
+            found.append(Group(tuple(choices), token == "["))
+        elif token.startswith('"'):
+            found.append(token.strip('"'))
+        elif token in _KINDS:
+            found.append(Slot(token))
+        else:
+            found += _read(token)
+    return tuple(found)
+
+
+def _named(parts: Parts, outer: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> Iterator[str | Slot | Group]:
+    """The parts with the names of their slots; `outer` are words before them, `behind` those after them that tell a choice."""
+    words, first = outer, True
+    for part in parts:
+        if isinstance(part, Slot):
+            yield Slot(part.kind, "_".join((*(words if first else words[-1:]), *behind)))
+            words, first = (), False
+        elif isinstance(part, Group):
+            yield _named_group(part, words if first else ())
+        else:
+            yield part
+            words += (part,) if part.isidentifier() else ()
+
+
+def _named_group(group: Group, outer: tuple[str, ...]) -> Group:
+    several = len(group.choices) > 1
+    choices = tuple(tuple(_named(one, outer, _words(one) if several else ())) for one in group.choices)
+    needs_none = all(isinstance(part, str) or (isinstance(part, Group) and part.optional) for part in choices[0])
+    return Group(choices, group.optional, "_".join((*outer, *_words(choices[0]))) if needs_none else "")
+
+
+def _words(parts: Parts) -> tuple[str, ...]:
+    return tuple(part for part in parts if isinstance(part, str) and part.isidentifier())
+
+
+def _names(parts: Parts) -> Iterator[str]:
+    """What values are called."""
+    for part in parts:
+        if isinstance(part, Slot):
+            yield part.name
+        elif isinstance(part, Group):
+            yield part.flag
+            yield from (name for one in part.choices for name in _names(one))
+
+
+def _signature(parts: Parts) -> Iterator[str]:
+    """What stands in the parentheses of a call; what may be left out, in brackets."""
+    for part in parts:
+        if isinstance(part, Slot):
+            yield f"{part.name}={_SHOWN[part.kind]}" if part.name else _SHOWN[part.kind].strip("()")
+        elif isinstance(part, Group):
+            flag = [f"{part.flag}=True"] if part.flag else []
+            inner = " or ".join(", ".join(_signature(one)) for one in part.choices)
+            text = ", ".join([*flag, *([inner] if inner else [])])
+            yield f"[{text}]" if part.optional else text
+
+
+_SHOWN = {"expr": "x", "NAME": '"word"', "range": "(low, high)", "list": "[a, b]"}
+
+
+# -- to the language ---------------------------------------------------------------------------------------------------
+
+
+class _MisfitError(Exception):
+    """Values that this form of a statement does not take."""
+
+
+@dataclass
+class _Writer:
+    """Writes a statement, and takes out of its values those that it has written."""
+
+    values: list[Any]
+    named: dict[str, Any]
+
+    def write(self, parts: Parts) -> Iterator[str | Text]:
+        """The parts, each with a space before it."""
+        for part in parts:
+            if isinstance(part, str):
+                yield f" {part}"
+            elif isinstance(part, Slot):
+                yield joined(" ", _WRITE[part.kind](self._take(part)))
+            elif (chosen := self._choice(part)) is not None:
+                yield from self.write(chosen)
+
+    def _take(self, slot: Slot) -> Any:
+        if slot.name and slot.name in self.named:
+            return self.named.pop(slot.name)
+        if slot.kind == "range" and len(self.values) == 2:
+            low, high = self.values
+            self.values.clear()
+            return low, high
+        if not slot.name and self.values:
+            return self.values.pop(0)
+        raise _MisfitError
+
+    def _choice(self, group: Group) -> Parts | None:
+        """What is asked for of a group."""
+        asked = group.flag in self.named and self.named.pop(group.flag) is not False
+        for parts in group.choices:
+            names = {*_names(parts)} - {""}
+            if asked or names & self.named.keys() or (Slot("expr") in parts and self.values):
+                return parts
+        return None if group.optional else group.choices[0]
+
+
+def _word(value: Any) -> Text:
+    if not isinstance(value, str) or NAME.fullmatch(value) is None:
+        raise MisusedError(f"`{value!r:.40}` is no word", 'write `p.when("prefill")`, say')
+    return Text(value)
+
+
+def range_of(value: Any) -> Text:
+    """`(2, ...)` as `2..`."""
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise MisusedError(f"`{value!r:.40}` is no range", "write `(2, 9)`, both ends included, or `(2, ...)`")
+    low, high = (Text("") if end is ... else written(end) for end in value)
+    return joined(low, "..", high)
+
+
+def _list(value: Any) -> Text:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise MisusedError(f"`{value!r:.40}` is no list of numbers", "write `[2, 13]`, say")
+    return joined(*[part for one in value for part in (", ", written(one))][1:])
+
+
+_WRITE = {"expr": written, "NAME": _word, "range": range_of, "list": _list}
