@@ -1,7 +1,8 @@
 """kvdsl: a small language for the KV-cache policies of large language models, and its compiler.
 
 `kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and gives its cache class, `kvdsl.compile("kv 1 ...")` does so for a
-policy in a string, and `@kvdsl.policy` makes a policy of a function that writes it (`kvdsl.lang`). All errors are `kvdsl.KvdslError`; what is wrong with a policy's source is a `kvdsl.DiagnosticError`.
+policy in a string, and `@kvdsl.policy` makes a policy of a function that writes it (`kvdsl.lang`). All errors are `kvdsl.KvdslError`;
+what is wrong with a policy's source is a `kvdsl.DiagnosticError`.
 """
 
 from __future__ import annotations

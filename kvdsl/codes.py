@@ -151,7 +151,7 @@ UNREADABLE = _code(
 )
 PYTHON = _code(
     "KV0115",
-    "Python code that fails",
+    "the Python file fails",
     """The Python file in which a policy is written raised an error while it was run, at this place. Expressions of `kvdsl.lang` have no
     value in Python: they are not true or false, and nothing can be done with them but what the language has.""",
     "",

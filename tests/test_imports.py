@@ -17,6 +17,7 @@ NO_IR = {"fmt", "explain a code", "version", "help"}
 """Commands that need no policy's IR, nor the time that pydantic takes to be imported."""
 COMMANDS = {
     "check": ["check", "roco"],
+    "check Python": ["check", str(ROOT / "tests" / "lang" / "calm.py") + ":calm"],
     "check tests": ["check", str(ROOT / "policies" / "roco_test.kv")],
     "compile": ["compile", "roco"],
     "fmt": ["fmt", "--check", str(ROOT / "policies" / "roco.kv")],

@@ -11,16 +11,16 @@ import re
 from typing import TYPE_CHECKING
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
-from kvdsl.lang.expressions import Expression, MisusedError, Name
+from kvdsl.lang.expressions import Expression, MisusedError, name
 from kvdsl.resources import read_resource
 
 if TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Name: ...
+    def __getattr__(text: str) -> Expression: ...
 
 
 _PRELUDE = re.findall(r"^let (\w+)", read_resource("grammar", "prelude.kv"), re.MULTILINE)
-_NAMES = {name: Name(name) for name in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"})}
+_NAMES = {one: name(one) for one in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"})}
 
 globals().update(_NAMES)
-__all__ = ["Expression", "MisusedError", "Name", *_NAMES]
+__all__ = ["Expression", "MisusedError", "name", *_NAMES]

@@ -127,6 +127,26 @@ class Expression:
     def __abs__(self) -> Expression:
         return Expression(joined("abs(", self.text, ")"), Strength.ATOM, here())
 
+    def __call__(
+        self,
+        *arguments: Operand,
+        over: str | None = None,
+        last: Operand | None = None,
+        after: Operand | None = None,
+        **named: Operand,
+    ) -> Expression:
+        """A call of a name: `mean(x, over="slots")`, `sum(x, last=32)` for `over last 32 queries`, `pyramid(budget, beta=10)`."""
+        if NAME.fullmatch(self.text.text) is None:
+            raise MisusedError(f"`{_short(self)}` is no function", "leave out the parentheses behind it")
+        texts = [written(one) for one in arguments] + [joined(f"{key} = ", written(one)) for key, one in named.items()]
+        reduced = -1 if self.text.text == "dot" else 0
+        if texts:
+            texts[reduced] = joined(texts[reduced], _over(over, last, after))
+        elif over is not None or last is not None:
+            raise MisusedError(f"`{self}` is called without what it reduces", f"write `{self}(x, over=...)`")
+        inner = [part for text in texts for part in (", ", text)][1:]
+        return Expression(joined(self.text, "(", *inner, ")"), Strength.ATOM, here())
+
     # -- what Python would ask of a value --------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
@@ -149,31 +169,12 @@ class Expression:
         )
 
 
-class Name(Expression):
-    """A name of the language. What it stands for, a value or a function, the compiler knows; a call of it is an expression, too."""
+def name(text: str) -> Expression:
+    """A name of the language. What it stands for, a value or a function, the compiler knows.
 
-    __slots__ = ()
-
-    def __init__(self, name: str) -> None:
-        super().__init__(Text(name), Strength.ATOM)
-
-    def __call__(
-        self,
-        *arguments: Operand,
-        over: str | None = None,
-        last: Operand | None = None,
-        after: Operand | None = None,
-        **named: Operand,
-    ) -> Expression:
-        """A call: `mean(x, over="slots")`, `sum(x, last=32)` for `over last 32 queries`, `pyramid(budget, beta=10)`."""
-        texts = [written(one) for one in arguments] + [joined(f"{key} = ", written(one)) for key, one in named.items()]
-        reduced = -1 if self.text.text == "dot" else 0
-        if texts:
-            texts[reduced] = joined(texts[reduced], _over(over, last, after))
-        elif over is not None or last is not None:
-            raise MisusedError(f"`{self}` is called without what it reduces", f"write `{self}(x, over=...)`")
-        inner = [part for text in texts for part in (", ", text)][1:]
-        return Expression(joined(self.text, "(", *inner, ")"), Strength.ATOM, here())
+    There is one class of expressions, since Python lets the right side of `a < b` begin where it is of a class below the left side's.
+    """
+    return Expression(Text(text), Strength.ATOM)
 
 
 def _over(over: str | None, last: Operand | None, after: Operand | None) -> Text:

@@ -55,6 +55,7 @@ def _run(path: Path) -> Mapping[str, object]:
         raise _failed(path, failure) from failure
     finally:
         sys.path.remove(str(path.resolve().parent))
+        del sys.modules[module.__name__]
     return vars(module)
 
 

@@ -102,26 +102,36 @@ class Mark:
     place: Place
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Text:
-    """A part of a policy in the language, and where what is in it was made; what is inside comes before what is around it."""
+    """A part of a policy in the language: the parts in it, with their offsets, and the place where it was made."""
 
     text: str
-    marks: tuple[Mark, ...] = ()
+    parts: tuple[tuple[int, Text], ...] = ()
+    place: Place | None = None
 
     def made(self, place: Place) -> Text:
         """The same, made as a whole at a place."""
-        return Text(self.text, (*self.marks, Mark(0, len(self.text), place)))
+        return Text(self.text, ((0, self),), place)
+
+    def marks(self) -> Iterator[Mark]:
+        """Where all that is in it was made."""
+        waiting = [(0, self)]
+        while waiting:
+            start, one = waiting.pop()
+            if one.place is not None:
+                yield Mark(start, start + len(one.text), one.place)
+            waiting += [(start + offset, part) for offset, part in one.parts]
 
 
 def joined(*parts: str | Text) -> Text:
     """The parts one after the other."""
-    text, marks = "", list[Mark]()
+    inner, at = list[tuple[int, Text]](), 0
     for part in parts:
         if isinstance(part, Text):
-            marks += [Mark(one.start + len(text), one.end + len(text), one.place) for one in part.marks]
-        text += part if isinstance(part, str) else part.text
-    return Text(text, tuple(marks))
+            inner.append((at, part))
+        at += len(part if isinstance(part, str) else part.text)
+    return Text("".join(part if isinstance(part, str) else part.text for part in parts), tuple(inner))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +155,7 @@ def laid_out(written: Text, text: str) -> tuple[Mark, ...]:
     where = dict(zip(before, after, strict=True))
     return tuple(
         Mark(where[_next(written.text, one.start)], where[_next(written.text, one.end - 1, -1)] + 1, one.place)
-        for one in written.marks
+        for one in written.marks()
     )
 
 

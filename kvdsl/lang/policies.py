@@ -12,7 +12,8 @@ from typing import Any, overload
 
 from kvdsl.diagnostics import Diagnostic, Sink, nearest
 from kvdsl.ir.printer import quote
-from kvdsl.lang.expressions import NAME, MisusedError, Name, Operand, written
+from kvdsl.lang.expressions import NAME, Expression, MisusedError, Operand, written
+from kvdsl.lang.expressions import name as _name
 from kvdsl.lang.places import MadeFile, Place, Text, definition, here, joined, laid_out
 from kvdsl.lang.statements import NAMED, forms, range_of, ways, write
 from kvdsl.reference import STATEMENTS, first_word
@@ -34,18 +35,20 @@ class Draft:
         """The same policy; what is written by this changes a statement of the policy that it extends."""
         return Draft(self._statements, True)
 
-    def param(self, name: str, default: Operand, unit: str | None = None, *, in_: tuple[Any, Any] | None = None) -> Name:
+    def param(
+        self, name: str, default: Operand, unit: str | None = None, *, in_: tuple[Any, Any] | None = None
+    ) -> Expression:
         """`param NAME unit = default in low..high`: `p.param("sigma", 24, in_=(0, ...))`."""
         parts = [" ", _checked(name), *(() if unit is None else (" ", _checked(unit))), " = ", written(default)]
         self._add("param", *parts, *(() if in_ is None else (" in ", range_of(in_))))
-        return Name(name)
+        return _name(name)
 
     @overload
-    def let(self, name: str, value: Operand | Callable[..., Operand]) -> Name: ...
+    def let(self, name: str, value: Operand | Callable[..., Operand]) -> Expression: ...
     @overload
-    def let(self, name: Callable[..., Operand]) -> Name: ...
+    def let(self, name: Callable[..., Operand]) -> Expression: ...
 
-    def let(self, name: Any, value: Any = None) -> Name:
+    def let(self, name: Any, value: Any = None) -> Expression:
         """`let NAME = value`, or of a function of Python a function: `p.let("share", lambda x: x / sum(x, over="slots"))`.
 
         It stands above a `def`, too: `@p.let`.
@@ -55,21 +58,21 @@ class Draft:
         head: tuple[str | Text, ...] = (" ", _checked(name))
         if inspect.isfunction(value):
             parameters = inspect.signature(value).parameters.values()
-            value = value(*(Name(_checked(one.name)) for one in parameters))
+            value = value(*(_name(_checked(one.name)) for one in parameters))
             inner = [part for one in parameters for part in (", ", _parameter(one))][1:]
             head = (*head, "(", *inner, ")")
         self._add("let", *head, " = ", written(value))
-        return Name(name)
+        return _name(name)
 
-    def tensor(self, name: str, *axes: str, from_: str) -> Name:
+    def tensor(self, name: str, *axes: str, from_: str) -> Expression:
         """`tensor NAME [axes] from "file"`: `p.tensor("basis", "layers", "heads", "dims", from_="basis.safetensors")`."""
         self._add("tensor", f" {_checked(name)} [{', '.join(map(_checked, axes))}] from {quote(from_)}")
-        return Name(name)
+        return _name(name)
 
-    def given(self, name: str, default: Operand | None = None) -> Name:
+    def given(self, name: str, default: Operand | None = None) -> Expression:
         """`given NAME = default`: a number of each token, from the caller."""
         self._add("given", " ", _checked(name), *(() if default is None else (" = ", written(default))))
-        return Name(name)
+        return _name(name)
 
     def __getattr__(self, word: str) -> Callable[..., None]:
         if word not in forms():
@@ -146,7 +149,7 @@ class Policy:
         text = format_source(SourceFile(f"<{self.stem}>", rough.text), Sink())
         path = Path(self.place.file)
         beside = path.with_name(f"{self.stem}.kv") if path.is_file() else None  # files are named from there
-        marks = rough.marks if text is None else laid_out(rough, text)
+        marks = tuple(rough.marks()) if text is None else laid_out(rough, text)
         return MadeFile(f"<{self.stem}>", rough.text if text is None else text, beside, marks, place=self.place)
 
     def check(self, **settings: Any) -> tuple[Diagnostic, ...]:
@@ -170,8 +173,7 @@ def policy(
     """Makes a policy of a function that writes it, at once: `@kvdsl.policy`.
 
     The function is given the policy to write (`kvdsl.lang.policies.Draft`). Its other parameters are the policy's params, with their
-    defaults; those without a default are names that the policy has from elsewhere, from the one that it extends for example. Its
-    docstring is the policy's.
+    defaults, and its docstring is the policy's. What the policy has from elsewhere it reads by `kvdsl.lang.name("recent")`.
 
     Args:
         name: the policy's [default: the function's, `Calm` for `calm`].
@@ -191,7 +193,7 @@ def policy(
     extending = "" if extends is None else f" extends {_checked(extends)}"
     head = Text(f"policy {_checked(called)}{extending} {{").made(place)
     statements = [_docstring(body.__doc__).made(place)] if body.__doc__ else []
-    statements += _statements(body, extends is not None or bool(heads))
+    statements += _statements(body)
     lines: list[str | Text] = [
         f"kv {EDITION}\n\n",
         *heads,
@@ -203,18 +205,17 @@ def policy(
     return Policy(called, stem, place, joined(*lines))
 
 
-def _statements(body: Body, inherits: bool) -> list[Text]:
+def _statements(body: Body) -> list[Text]:
     """What the function writes."""
     parameters = [*inspect.signature(body).parameters.values()][1:]
     statements: list[Text] = []
     for one in parameters:
-        if one.kind is one.VAR_POSITIONAL or one.kind is one.VAR_KEYWORD or (one.default is one.empty and not inherits):
+        if one.default is one.empty:
             raise MisusedError(
-                f"`{one}` of `{body.__name__}` has no default, which a param needs", f"write `{one.name}=512`, say"
+                f"`{one.name}` of `{body.__name__}` has no default, which a param needs", f"write `{one.name}=512`, say"
             )
-        if one.default is not one.empty:
-            statements.append(joined("param ", _parameter(one)).made(definition(body, one.name)))
-    body(Draft(statements), **{one.name: Name(one.name) for one in parameters})
+        statements.append(joined("param ", _parameter(one)).made(definition(body, one.name)))
+    body(Draft(statements), **{one.name: _name(one.name) for one in parameters})
     return statements
 
 
@@ -224,9 +225,8 @@ def _import(name: str) -> str:
 
 def _docstring(doc: str) -> Text:
     """A string of the language that says the same, on as many lines."""
-    first, *rest = inspect.cleandoc(doc).split("\n")
-    if not rest:
-        return Text(quote(first))
-    lines = [first, *(f"  {line}" if line else "" for line in rest)]
-    text = "\n".join(quote(line)[1:-1].replace('\\"', '"') for line in lines).replace('"""', r"\"\"\"")
-    return Text('"""' + (text[:-1] + r"\"" if text.endswith('"') else text) + '"""')
+    lines = inspect.cleandoc(doc).split("\n")
+    if len(lines) == 1:
+        return Text(quote(lines[0]))
+    shown = (quote(line)[1:-1].replace('\\"', '"').replace('"""', r"\"\"\"") for line in lines)
+    return Text("\n".join(['"""', *(f"  {line}" if line else "" for line in shown), '  """']))
