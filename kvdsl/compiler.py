@@ -27,7 +27,7 @@ from kvdsl.sema.modules import Loader
 from kvdsl.shipped import find_policy as find_policy
 from kvdsl.shipped import policy_name, text_of
 from kvdsl.shipped import shipped_policies as shipped_policies
-from kvdsl.source import Combined, SourceFile
+from kvdsl.source import SourceFile
 from kvdsl.syntax.reader import read_source
 
 if TYPE_CHECKING:

@@ -71,7 +71,9 @@ def _parts(expr: Expr) -> tuple[str, Strength]:
         decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
         return f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})", Strength.ATOM
     if isinstance(expr, Other):
-        return f"j.{expr.body.name}" if isinstance(expr.body, (Input, GivenRef)) else f"j.({_text(expr.body, Strength.OR)})", Strength.ATOM
+        return f"j.{expr.body.name}" if isinstance(
+            expr.body, (Input, GivenRef)
+        ) else f"j.({_text(expr.body, Strength.OR)})", Strength.ATOM
     if isinstance(expr, Fold):
         over = " over prunes" if expr.over == "prunes" else ""
         return f"fold({_text(expr.body, Strength.OR)}{over}, {_text(expr.start, Strength.OR)})", Strength.ATOM

@@ -11,7 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
-from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, in_layers, names_of, reads, texts, uses_of
+from kvdsl.lower.expression import (
+    Fragment,
+    NotLowerable,
+    Use,
+    form_of_select,
+    fragment,
+    in_layers,
+    names_of,
+    reads,
+    texts,
+    uses_of,
+)
 from kvdsl.lower.numbers import heads_differ
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
@@ -395,6 +406,7 @@ def _overflow(policy: Policy, numbers: tuple[str, ...]) -> Fragment:
             raise NotLowerable("a budget that reads `seen`, of heads that agree on who leaves")
         counts["capacity"] = fragment("ops.minimum({}, ops.at_least_one({}))", counts["capacity"], measured)
     found = [
-        fragment("ops.count({})", counts[name]) if name in counts else Fragment(default) for name, default in _OVERFLOW.items()
+        fragment("ops.count({})", counts[name]) if name in counts else Fragment(default)
+        for name, default in _OVERFLOW.items()
     ]
     return fragment(", ".join("{}" for _ in found), *found)

@@ -8,7 +8,6 @@ from kvdsl.helps import leave_out, offer
 from kvdsl.ir.ops import PLAIN_REDUCTIONS, POOLS, REDUCTIONS
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
-from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 

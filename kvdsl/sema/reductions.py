@@ -150,7 +150,9 @@ class Reductions:
     def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
         if over.where is not None and (REDUCTIONS[op].decay or op in ("last", "median")):
             text = node.arguments[0].value.span.quoted()
-            help = f"`fold(where(c, {text}, prev), 0)` goes on with the newest one for which c holds" if op == "last" else None
+            help = (
+                f"`fold(where(c, {text}, prev), 0)` goes on with the newest one for which c holds" if op == "last" else None
+            )
             self.report(codes.ARGUMENTS, node.span, f"`{op}` takes no `where`", help)
             return False
         ranges = REDUCTIONS[op].over

@@ -318,7 +318,10 @@ _NOWHERE = {
     *(
         f"{op} {over} {where}"
         for op in ("sum", "mean", "std", "var", "max", "min")
-        for over, where in (("over", "others"), *(("of some of", one) for one in ("next page", "slots as j", "others", "a key")))
+        for over, where in (
+            ("over", "others"),
+            *(("of some of", one) for one in ("next page", "slots as j", "others", "a key")),
+        )
     ),
     "rank in a key",
     *("median over slots", "median over the last N queries", "rank in a query"),
