@@ -57,7 +57,8 @@ class Diagnostic:
         labels = [Label(next(label.span.file.origins(label.span)), label.text) for label in self.labels]
         if around and not around[-1].holds(inner):
             labels.append(Label(around[-1], "used here"))
-        return replace(self, span=inner, labels=tuple(labels))
+        fixes = self.fixes if inner is self.span else ()  # they edit the text
+        return replace(self, span=inner, labels=tuple(labels), fixes=fixes)
 
 
 class DiagnosticError(KvdslError):

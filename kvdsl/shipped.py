@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
-_PYTHON = re.compile(r"(?P<path>.+\.py)(?::(?P<name>[^:/\\]*))?", re.DOTALL)
+_PYTHON = re.compile(r"(?P<path>.+\.py)(?::(?P<name>[^\s:/\\]*))?", re.DOTALL)
 _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
 

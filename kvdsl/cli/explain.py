@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +19,7 @@ from kvdsl.explain import DTYPES
 if TYPE_CHECKING:
     from kvdsl.explain.facts import Facts
     from kvdsl.ir.nodes import Policy
+    from kvdsl.source import SourceFile
 
 _WIDTH = 100
 
@@ -51,26 +53,27 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
     if re.fullmatch(r"(?i)kv\d{4}", what):
         _explain_code(what.upper(), style)
         return
+    from kvdsl.compiler import find_policy
     from kvdsl.explain.facts import as_data, facts, laid_out
 
-    found = facts(laid_out(_policy(what, settings), **memory), head_dim, dtype)
+    source = find_policy(what)
+    found = facts(laid_out(_policy(source, settings), **memory), head_dim, dtype)
     if style == "json":
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
     elif style == "html":
-        from kvdsl.compiler import find_policy
         from kvdsl.explain.html import policy_page
         from kvdsl.shipped import text_of
 
-        click.echo(policy_page(found, text_of(find_policy(what))), nl=False)
+        click.echo(policy_page(found, text_of(source)), nl=False)
     else:
         click.echo("\n".join(_in_words(found)))
 
 
-def _policy(name: str, settings: dict[str, str]) -> Policy:
-    from kvdsl.compiler import analyse, find_policy
+def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
+    from kvdsl.compiler import analyse
     from kvdsl.diagnostics import DiagnosticError
 
-    analysis = analyse(find_policy(name), settings=settings)
+    analysis = analyse(source, settings=settings)
     if not analysis.ok:
         raise DiagnosticError(analysis.diagnostics)
     return analysis.policy

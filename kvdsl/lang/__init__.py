@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
-from kvdsl.lang.expressions import Expression, MisusedError, name
+from kvdsl.lang.expressions import Expression, MisusedError, OtherSlot, name
 from kvdsl.resources import read_resource
 
 if TYPE_CHECKING:
@@ -23,4 +23,4 @@ _PRELUDE = re.findall(r"^let (\w+)", read_resource("grammar", "prelude.kv"), re.
 _NAMES = {one: name(one) for one in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"})}
 
 globals().update(_NAMES)
-__all__ = ["Expression", "MisusedError", "name", *_NAMES]
+__all__ = ["Expression", "MisusedError", "OtherSlot", "name", *_NAMES]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from inspect import isfunction, signature
 from numbers import Integral, Real
 from typing import Any, NoReturn, Union
 
@@ -129,20 +131,33 @@ class Expression:
 
     def __call__(
         self,
-        *arguments: Operand,
+        *arguments: Operand | OfSlot,
         over: str | None = None,
         last: Operand | None = None,
         after: Operand | None = None,
+        where: Operand | OfSlot | None = None,
+        by: Operand | OfSlot | None = None,
         **named: Operand,
     ) -> Expression:
-        """A call of a name: `mean(x, over="slots")`, `sum(x, last=32)` for `over last 32 queries`, `pyramid(budget, beta=10)`."""
+        """A call of a name: `mean(x, over="slots", where=age > 8)`, `sum(x, last=32)`, `pyramid(budget, beta=10)`.
+
+        Args:
+            over: what a reduction ranges over. `last=32` are the last 32 queries. `after`: of a text, what is left out at its beginning.
+            where: which of these count. `by`: the key of those that belong together.
+            arguments, where, by: a function of the other slot compares each slot with it: `max(lambda j: dot(k, j.k), over="slots")`.
+        """
         if NAME.fullmatch(self.text.text) is None:
             raise MisusedError(f"`{_short(self)}` is no function", "leave out the parentheses behind it")
-        texts = [written(one) for one in arguments] + [joined(f"{key} = ", written(one)) for key, one in named.items()]
+        if over is None and after is not None:
+            named, after = {"after": after, **named}, None  # a function's own: `page(128, after=4)`
+        slot = _slot(*arguments, where, by)
+        texts = [written(_of(one, slot)) for one in arguments]
+        texts += [joined(f"{key} = ", written(one)) for key, one in named.items()]
+        rest = joined(_over(over, last, after, slot), _clause("where", _of(where, slot)), _clause("by", _of(by, slot)))
         reduced = -1 if self.text.text == "dot" else 0
         if texts:
-            texts[reduced] = joined(texts[reduced], _over(over, last, after))
-        elif over is not None or last is not None:
+            texts[reduced] = joined(texts[reduced], rest)
+        elif rest.text:
             raise MisusedError(f"`{self}` is called without what it reduces", f"write `{self}(x, over=...)`")
         inner = [part for text in texts for part in (", ", text)][1:]
         return Expression(joined(self.text, "(", *inner, ")"), Strength.ATOM, here())
@@ -177,21 +192,51 @@ def name(text: str) -> Expression:
     return Expression(Text(text), Strength.ATOM)
 
 
-def _over(over: str | None, last: Operand | None, after: Operand | None) -> Text:
+class OtherSlot:
+    """The slot that each is compared with: `j.position` is what it has of a name, `j(age % 3)` of an expression."""
+
+    def __init__(self, slot: str) -> None:
+        self._slot = slot
+
+    def __getattr__(self, text: str) -> Expression:
+        if text.startswith("__"):  # what Python asks of every object
+            raise AttributeError(text)
+        return Expression(Text(f"{self._slot}.{text}"), Strength.ATOM)
+
+    def __call__(self, expression: Operand) -> Expression:
+        return Expression(joined(f"{self._slot}.(", written(expression), ")"), Strength.ATOM, here())
+
+
+OfSlot = Callable[[OtherSlot], Operand]
+
+
+def _slot(*values: Any) -> OtherSlot | None:
+    """The other slot, by the name that the first function has for it."""
+    functions = [one for one in values if isfunction(one)]
+    return OtherSlot(next(iter(signature(functions[0]).parameters), "j")) if functions else None
+
+
+def _of(value: Any, slot: OtherSlot | None) -> Any:
+    return value(slot) if isfunction(value) else value
+
+
+def _clause(word: str, value: Operand | None) -> Text:
+    return Text("") if value is None else joined(f" {word} ", written(value))
+
+
+def _over(over: str | None, last: Operand | None, after: Operand | None, slot: OtherSlot | None) -> Text:
     """What a call reduces over, with the space before it."""
     if last is not None:
-        if over not in (None, "queries") or after is not None:
+        if over not in (None, "queries") or after is not None or slot is not None:
             raise MisusedError("`last=32` means the last 32 queries", "leave out the other `over=` and `after=`")
         return joined(" over last ", written(last), " queries")
     if over is None:
-        if after is not None:
-            raise MisusedError(
-                "`after=` says where a range begins, and none is named", 'write `mean(q, over="text", after=4)`'
-            )
+        if slot is not None:
+            raise MisusedError("no range is named with `over=`", 'write `max(lambda j: ..., over="slots")`')
         return Text("")
     if not isinstance(over, str) or _WORDS.fullmatch(over) is None:
         raise MisusedError(f"`over=` is a word, not `{over!r:.40}`", 'write `over="slots"`, say')
-    return joined(f" over {over}", *(() if after is None else (" after ", written(after))))
+    return joined(f" over {over}", _clause("after", after), "" if slot is None else f" as {slot._slot}")
 
 
 def _binary(op: str, left: Operand, right: Operand) -> Expression:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any, overload
@@ -18,7 +17,9 @@ from kvdsl.lang.places import MadeFile, Place, Text, definition, here, joined, l
 from kvdsl.lang.statements import NAMED, forms, range_of, ways, write
 from kvdsl.reference import STATEMENTS, first_word
 from kvdsl.sema.modules import EDITION
+from kvdsl.shipped import combine
 from kvdsl.source import SourceFile
+from kvdsl.syntax.formatter import format_source
 
 Body = FunctionType
 
@@ -124,13 +125,14 @@ class Policy:
 
     Attributes:
         name: as `policy NAME` has it. `stem`: what its package is called.
+        source: the text that the compiler reads; what it says of a place in it, it says of the Python that wrote it.
         place: where it was written.
     """
 
     name: str
     stem: str
+    source: SourceFile
     place: Place
-    _written: Text
 
     def __repr__(self) -> str:
         return f"<kvdsl policy {self.name}, {self.place.file}:{self.place.line}>"
@@ -138,19 +140,16 @@ class Policy:
     @property
     def kv(self) -> str:
         """The policy as a .kv file has it."""
-        return self.source.text
+        return self.source.as_file
 
-    @cached_property
-    def source(self) -> SourceFile:
-        """The text that the compiler reads; what it says of a place in it, it says of the Python that wrote it."""
-        from kvdsl.syntax.formatter import format_source
+    def with_(self, clauses: str) -> Policy:
+        """The policy with clauses, `with_("when prefill, keep last 64")`, as `policy A = B with ...` means them.
 
-        rough = self._written
-        text = format_source(SourceFile(f"<{self.stem}>", rough.text), Sink())
-        path = Path(self.place.file)
-        beside = path.with_name(f"{self.stem}.kv") if path.is_file() else None  # files are named from there
-        marks = tuple(rough.marks()) if text is None else laid_out(rough, text)
-        return MadeFile(f"<{self.stem}>", rough.text if text is None else text, beside, marks, place=self.place)
+        Raises:
+            DiagnosticError: if the clauses can be no text of a policy.
+        """
+        combined = combine(self.source, clauses)
+        return Policy(combined.policy, combined.stem, combined, here())
 
     def check(self, **settings: Any) -> tuple[Diagnostic, ...]:
         """What is wrong with it, or worth a warning, with these values of params."""
@@ -194,7 +193,7 @@ def policy(
     head = Text(f"policy {_checked(called)}{extending} {{").made(place)
     statements = [_docstring(body.__doc__).made(place)] if body.__doc__ else []
     statements += _statements(body)
-    lines: list[str | Text] = [
+    parts: list[str | Text] = [
         f"kv {EDITION}\n\n",
         *heads,
         head,
@@ -202,7 +201,16 @@ def policy(
         *(joined("  ", one, "\n") for one in statements),
         "}\n",
     ]
-    return Policy(called, stem, place, joined(*lines))
+    return Policy(called, stem, _file(stem, place, joined(*parts)), place)
+
+
+def _file(stem: str, place: Place, written: Text) -> SourceFile:
+    """What is written, laid out as a file beside the Python file would be: files are named from there."""
+    text = format_source(SourceFile(f"<{stem}>", written.text), Sink())
+    beside = Path(place.file).with_name(f"{stem}.kv") if Path(place.file).is_file() else None
+    if text is None:  # it has mistakes, which `check` tells
+        return MadeFile(f"<{stem}>", written.text, beside, tuple(written.marks()), place=place)
+    return MadeFile(f"<{stem}>", text, beside, laid_out(written, text), place=place)
 
 
 def _statements(body: Body) -> list[Text]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdsl import lang
 from kvdsl.ir.ops import Strength
-from kvdsl.lang.expressions import Expression, name, written
+from kvdsl.lang.expressions import Expression, OtherSlot, name, written
 from kvdsl.lang.policies import Draft, Policy, policy
 from kvdsl.syntax import nodes as syn
 
@@ -124,19 +124,29 @@ def _expr(node: Any, given: dict[str, Expression] | None = None) -> Expression:
         return _OPERATORS["-x" if node.op == "-" else node.op](_expr(node.operand, given))
     if isinstance(node, syn.Binary):
         return _OPERATORS[node.op](_expr(node.left, given), _expr(node.right, given))
+    if isinstance(node, syn.Member):
+        slot = (given or {}).get(node.owner.text, OtherSlot(node.owner.text))
+        return getattr(slot, node.value.name) if isinstance(node.value, syn.Name) else slot(_expr(node.value, given))
     assert isinstance(node, syn.Call)
+    ranging = next((one for one in node.arguments if one.over or one.only or one.key), None)
+    slot = ranging and ranging.over and ranging.over.name
     values = [_expr(one.value, given) for one in node.arguments if one.keyword is None]
+    if slot is not None:
+        first = node.arguments[0].value
+        values[0] = eval(
+            f"lambda {slot.text}: make(dict({slot.text}={slot.text}))", {"make": lambda j: _expr(first, (given or {}) | j)}
+        )
     named = {one.keyword.text: _expr(one.value, given) for one in node.arguments if one.keyword is not None}
-    (over,) = [one.over for one in node.arguments if one.over is not None] or [None]
-    return _name(node.function.text)(*values, **named, **_ranges(over, given))
+    return _name(node.function.text)(*values, **named, **({} if ranging is None else _ranges(ranging, given)))
 
 
-def _ranges(over: syn.Over | None, given: dict[str, Expression] | None) -> dict[str, Any]:
+def _ranges(one: syn.Argument, given: dict[str, Any] | None) -> dict[str, Any]:
+    over, found = one.over, {"where": one.only and _expr(one.only, given), "by": one.key and _expr(one.key, given)}
     if over is None:
-        return {}
+        return found
     if over.last is not None:
-        return {"last": _expr(over.last, given)}
-    return {"over": over.axis.text} | ({} if over.after is None else {"after": _expr(over.after, given)})
+        return found | {"last": _expr(over.last, given)}
+    return found | {"over": over.axis.text} | ({} if over.after is None else {"after": _expr(over.after, given)})
 
 
 def _name(text: str) -> Expression:

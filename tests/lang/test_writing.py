@@ -25,6 +25,7 @@ from kvdsl.syntax.parser import parse
 from kvdsl.syntax.reader import read
 from kvdsl.syntax.shape import parse_module
 from tests.differential.random_policies import policy_of
+from tests.lower.test_spellings import APART, PAIRS
 
 from .calm import calm, several
 from .rewriting import rewritten
@@ -88,6 +89,12 @@ def test_every_policy_can_be_written_in_python(path: Path) -> None:
     same(source.text, rewritten(parse_module(source, Sink())), path)
 
 
+@pytest.mark.parametrize("body", sorted({body for pair in (*PAIRS.values(), *APART.values()) for body in pair}))
+def test_every_spelling_can_be_written_in_python(body: str) -> None:
+    text = f'kv 1\npolicy P {{\n"A test."\n{body}\n}}\n'
+    same(text, rewritten(parse_module(SourceFile("<p>", text), Sink())))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_policies_can_be_written_in_python(seed: int) -> None:
     text = print_policy(policy_of(f"python {seed}"))
@@ -114,6 +121,15 @@ def test_a_policy_may_extend_another() -> None:
     )
 
 
+def test_clauses_make_another_policy() -> None:
+    once = calm.with_("when decode, keep first 2")
+    assert (once.name, once.stem) == (kvdsl.load(once).spec.name, kvdsl.load(once).spec.stem)
+    assert kvdsl.load(once) is kvdsl.load(calm).with_("when decode, keep first 2")
+    assert once.kv == f"{CALM}\npolicy {once.name} = Calm with when decode, keep first 2\n"
+    (found,) = calm.with_("when somewhen").check()
+    assert (found.code, found.file, found.span.text) == ("KV0310", "<policy>", "somewhen")
+
+
 # -- everything is reachable -------------------------------------------------------------------------------------------
 
 
@@ -132,6 +148,9 @@ def test_every_range_is_there() -> None:
     told = {one.removeprefix("over ").replace("the last N", "last 32") for one in ops.RANGES.values()}
     assert {repr(call) for call in calls.values()} == {f"mean(attn over {one})" for one in told}
     assert repr(mean(q, over="text", after=4)) == "mean(q over text after 4)"
+    assert repr(mean(attn, where=age > 8, by=position % 4)) == "mean(attn where age > 8 by position % 4)"
+    others = lang.max(lambda j: dot(k, j.k), over="slots", where=lambda j: (j.position != position) & (j(age % 3) == 0))
+    assert repr(others) == "max(dot(k, j.k) over slots as j where j.position != position and j.(age % 3) == 0)"
     assert repr(dot(q, k, over="sketch")) == "dot(q, k over sketch)"
 
 
@@ -203,11 +222,12 @@ def test_operators_print_what_they_mean() -> None:
     for expression, text in (
         (a - (b - c), "a - (b - c)"), ((a - b) - c, "a - b - c"), (a / (b * c), "a / (b * c)"), (-a**2, "-a ** 2"),
         ((-a) ** 2, "(-a) ** 2"), ((a**b) ** c, "(a ** b) ** c"), (a**b**c, "a ** b ** c"), (2**-a, "2 ** -a"),
-        ((-2) ** a, "(-2) ** a"), (a - -1, "a - -1"), (-(-a), "--a"), (-(a + b), "-(a + b)"), (a % 4 == 1, "a % 4 == 1"),
+        ((-2) ** a, "(-2) ** a"), (a - -1, "a - -1"), (-(0 - a), "-(0 - a)"), (-(a + b), "-(a + b)"), (a % 4 == 1, "a % 4 == 1"),
         ((a < b) == (b < c), "(a < b) == (b < c)"), (~(a < b) & (b > c) | (a != c), "not a < b and b > c or a != c"),
         (~((a < b) & (b > c)), "not (a < b and b > c)"), ((a > 1) & ((b > 1) | (c > 1)), "a > 1 and (b > 1 or c > 1)"),
         (1 - a, "1 - a"), (a > 3, "a > 3"), (0.1 * a, "0.1 * a"), (1e-30 + a, "1e-30 + a"), (1 / a, "1 / a"), (abs(a), "abs(a)"),
-        (+a, "a"), (5 % a, "5 % a"), (np.float32(0.5) * a, "0.5 * a"), (np.int64(3) + a, "3 + a"), (a((b + 1) * 2, d=-c), "a((b + 1) * 2, d = -c)"),
+        (+a, "a"), (5 % a, "5 % a"), (np.float32(0.5) * a, "0.5 * a"), (np.int64(3) + a, "3 + a"),
+        (a((b + 1) * 2, d=-c), "a((b + 1) * 2, d = -c)"),
     ):  # fmt: skip
         assert repr(expression) == text
 
@@ -233,7 +253,8 @@ def test_an_expression_is_never_silently_true(written: str) -> None:
         ("(attn + 1)(3)", "no function"),
         ("mean(attn, over='slots', last=3)", "leave out the other"),
         ("mean(attn, over='a) b')", "is a word"),
-        ("mean(attn, after=3)", "where a range begins"),
+        ("mean(lambda j: j.k)", 'over="slots"'),
+        ("mean(attn, by=3, where='x')", "cannot stand"),
         ("mean(over='slots')", "write `mean"),
         ("p.keep(frist=4)", r"`keep` is not written so; write `p.keep\(first=x\)`"),
         ("p.keep(top=4)", "not written so"),
