@@ -162,12 +162,17 @@ class Policy:
 def policy(body: Body) -> Policy: ...
 @overload
 def policy(
-    *, name: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
+    *, name: str | None = None, changes: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
 ) -> Callable[[Body], Policy]: ...
 
 
 def policy(
-    body: Body | None = None, *, name: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
+    body: Body | None = None,
+    *,
+    name: str | None = None,
+    changes: str | None = None,
+    extends: str | None = None,
+    imports: str | Iterable[str] = (),
 ) -> Any:
     """Makes a policy of a function that writes it, at once: `@kvdsl.policy`.
 
@@ -176,21 +181,25 @@ def policy(
 
     Args:
         name: the policy's [default: the function's, `Calm` for `calm`].
-        extends: the policy that this one extends, by its name in the language, `"H2O"`.
+        changes: the policy that this one is but for what it writes, by its name in the language: `policy Once = H2O with { ... }`.
+        extends: the policy that this one extends; what changes a statement of that is written by `p.override`.
         imports: shipped policies and .kv files to import, `"h2o"`.
 
     Raises:
         MisusedError: if the function writes what is none of the language. What is wrong with the policy is found by `check` and `load`.
     """
     if body is None:
-        return lambda body: policy(body, name=name, extends=extends, imports=imports)  # type: ignore[call-overload]
+        return lambda body: policy(body, name=name, changes=changes, extends=extends, imports=imports)  # type: ignore[call-overload]
     own = body.__name__
     called = "".join(part[:1].upper() + part[1:] for part in own.split("_")) if name is None else name
     stem = own if name is None else called.lower()
     place = definition(body)
     heads = [_import(one) for one in ((imports,) if isinstance(imports, str) else imports)]
-    extending = "" if extends is None else f" extends {_checked(extends)}"
-    head = Text(f"policy {_checked(called)}{extending} {{").made(place)
+    if changes is not None and extends is not None:
+        raise MisusedError("a policy changes another one or extends one", "leave out `extends=`")
+    before = "" if extends is None else f" extends {_checked(extends)}"
+    before = before if changes is None else f" = {_checked(changes)} with"
+    head = Text(f"policy {_checked(called)}{before} {{").made(place)
     statements = [_docstring(body.__doc__).made(place)] if body.__doc__ else []
     statements += _statements(body)
     parts: list[str | Text] = [

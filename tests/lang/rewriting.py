@@ -29,8 +29,8 @@ def rewritten(module: syn.Module) -> Policy:
 
     body.__doc__ = None if found.doc is None else found.doc.text
     imports = [one.name.text for one in module.imports]
-    extends = None if found.parent is None else found.parent.text
-    return policy(name=found.name.text, extends=extends, imports=imports)(body)
+    parent = {} if found.parent is None else {"changes" if found.clauses else "extends": found.parent.text}
+    return policy(name=found.name.text, imports=imports, **parent)(body)
 
 
 def _statement(p: Draft, one: syn.Statement) -> None:

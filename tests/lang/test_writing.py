@@ -107,7 +107,16 @@ def test_kvdsl_load_takes_what_was_written(tmp_path: Path) -> None:
     assert kvdsl.load(f"{Path(__file__).with_name('calm.py')}:calm") is kvdsl.load(calm)
 
 
-def test_a_policy_may_extend_another() -> None:
+def test_a_policy_may_change_another_or_extend_it() -> None:
+    @kvdsl.policy(imports="h2o", changes="H2O")
+    def once(p: Draft) -> None:
+        """As H2O, after prompts."""
+        p.when("prefill")
+
+    same('kv 1\nimport h2o\npolicy Once = H2O with { "As H2O, after prompts."; when prefill }', once)
+    with pytest.raises(MisusedError, match="changes another one or extends one"):
+        kvdsl.policy(changes="H2O", extends="H2O")(lambda p: None)
+
     @kvdsl.policy(imports="h2o", extends="H2O")
     def mine(p: Draft) -> None:
         """As H2O."""
