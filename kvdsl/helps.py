@@ -78,9 +78,9 @@ def instead(text: str, new: str, at: Span | None = None) -> Help:
 
 
 def add(text: str, more: str = "", *, at: Span | None = None) -> Help:
-    """A help whose first code in backticks is a statement that the policy lacks."""
-    (code, *_) = re.findall(r"`([^`]+)`", text)
-    return Help(text + more, lambda span: _added(code, at or span))
+    """A help whose codes in backticks are statements that the policy lacks."""
+    codes = re.findall(r"`([^`]+)`", text)
+    return Help(text + more, lambda span: _added("\n  ".join(codes), at or span))
 
 
 def operand(text: str) -> str:
@@ -125,14 +125,26 @@ def _inserted(span: Span, text: str, title: str) -> Fix:
 
 def _added(code: str, span: Span) -> Fix | None:
     """The statement as the last one of the body that is around or behind a place; an import below the edition."""
-    text, title = span.file.text, f"add `{code}`"
+    text, title = span.file.text, f"add `{' '.join(code.split())}`"
     if code == "}":
         return _inserted(_at(span, len(text)), "}\n" if text.endswith("\n") else "\n}\n", title)
     if code.startswith("import "):
-        head = re.match(r"(?:[ \t]*(?:kv|import)\b[^\n]*\n|[ \t]*(?:#[^\n]*)?\n(?=[ \t]*(?:kv|import)\b))*", text)
-        return _inserted(_at(span, 0 if head is None else head.end()), f"{code}\n", title)
+        return _inserted(_at(span, _below_imports(text)), f"{code}\n", title)
     closing = re.compile(r"^[ \t]*\}", re.MULTILINE).search(text, span.start)
     return None if closing is None else _inserted(_at(span, closing.start()), f"  {code}\n", title)
+
+
+def _below_imports(text: str) -> int:
+    """Where another import may stand."""
+    head = re.match(r"(?:[ \t]*(?:kv|import)\b[^\n]*\n|[ \t]*(?:#[^\n]*)?\n(?=[ \t]*(?:kv|import)\b))*", text)
+    return 0 if head is None else head.end()
+
+
+def named_and_imported(span: Span, name: str, stem: str) -> Fix:
+    """A name in place of what is wrong, and the import that makes it known."""
+    at = _below_imports(span.file.text)
+    between = span.file.text[at : span.start]
+    return Fix(span.file.span(at, span.end), f"import {stem}\n{between}{name}", f"write `{name}` and `import {stem}`")
 
 
 def _without(place: Span) -> Way:
@@ -153,6 +165,10 @@ def _without(place: Span) -> Way:
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
+_IMPORTS = ("KV0204", "KV0217")
+"""What is wrong with an import: where it is, nothing is said of what it would make known."""
+
+
 def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
     """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
     stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
@@ -165,12 +181,12 @@ def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iter
     earlier, now, key = said(before), said(after), (found.code, found.message)
     if now[key] >= earlier[key]:
         return False
-    stage, size = found.code[:4], len(fix.text)
+    stage, size = "KV01" if found.code in _IMPORTS else found.code[:4], len(fix.text)
     for one in after:
         if one.severity != "error" or now[(one.code, one.message)] <= earlier[(one.code, one.message)]:
             continue
         start, end = one.span.start, one.span.end
-        around = start <= fix.span.start and fix.span.start + size <= end and end - start > size
+        around = start <= fix.span.start and fix.span.start + size <= end
         if one.code[:4] < stage or (one.code[:4] == stage and not around):
             return False
     return True

@@ -95,7 +95,7 @@ def how_to_call(node: syn.Call) -> str:
         value = next((one for one in texts if one != width), "sum(attn)")
         return offer(f"write `{name}({value}, {width})`")
     if REDUCTIONS[name].decay:
-        return offer(f"write `{name}({texts[0]}, 0.9)`", ", say")
+        return offer(f"for example `{name}({texts[0]}, 0.9)`")
     axes = [axis for argument in rest if (axis := _axis(argument)) is not None]
     if first.over is not None and axes:
         one, both = f"{name}({first.span.quoted()})", f"{name}({name}({first.span.quoted()}) over {axes[0]})"

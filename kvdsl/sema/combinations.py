@@ -108,8 +108,14 @@ class Combinations:
     def _prefill(self) -> Help:
         """A help that has the policy evict behind prompts only."""
         if self._has("when"):
-            return instead("write `when prefill`", "when prefill", self._span("when"))
+            return instead("add `when prefill`", "when prefill", self._span("when"))
         return add("add `when prefill`")
+
+    def _compact(self) -> Help:
+        """A help that has the positions counted in the cache."""
+        if self._has("positions"):
+            return instead("add `positions compact`", "positions compact", self._span("positions"))
+        return add("add `positions compact`")
 
     # -- budget and score --------------------------------------------------------------------------------------------
 
@@ -125,6 +131,10 @@ class Combinations:
                 codes.NO_SCORE, name, "the policy has a budget but no score", add("add `score sum(attn)`", ", say")
             )
 
+    def _a_budget(self) -> str:
+        """What a policy without a budget lacks."""
+        return "add `param budget = 512`" + ("" if self._has("score") else " and `score sum(attn)`")
+
     def _budget_instead_of(self, near: str) -> Help:
         """A help for a budget by another name."""
         return offer("did you mean `budget`", f", not `{near}`?", at=self.flat.names[near].statement.name.span)  # type: ignore[union-attr]
@@ -132,7 +142,7 @@ class Combinations:
     def _without_budget(self) -> None:
         params = [name for name, placed in self.flat.names.items() if isinstance(placed.statement, syn.Param)]
         near = nearest("budget", params)
-        help = add("add `param budget = 512`", ", say") if near is None else self._budget_instead_of(near)
+        help = add(self._a_budget(), ", say") if near is None else self._budget_instead_of(near)
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
         scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")
         pointless += [keep.span for keep in self.parts.keeps if keep.ir.scope in scopes]
@@ -156,7 +166,7 @@ class Combinations:
         for who in [who for name, who in shared.items() if name in self.parts.exprs][:1]:
             message = f"a budget that {who} share cannot read the data"
             self._refuse(
-                codes.MEASURED, "budget", message, self._without(f"leave out `across {who}`", "budget", f"across {who}")
+                codes.MEASURED, "budget", message, self._without(f"leave out `across {who}`", ("budget", f"across {who}"))
             )
         if self._is("cap", "hard"):
             message = f"{rule}, but `cap hard` asks before a token is placed"
@@ -378,7 +388,7 @@ class Combinations:
                         codes.COMPACT,
                         keyword,
                         message,
-                        self._without(f"leave out `{keyword}` or `positions`", keyword, "positions"),
+                        self._without(f"leave out `{keyword}` or `positions`", "positions"),
                         "positions",
                     )
         elif self._has("rope") and (self._has("positions") or self._lacks("positions")):
@@ -388,7 +398,7 @@ class Combinations:
                 codes.ROPE,
                 "rope",
                 message,
-                both(add("add `positions compact`"), self._without(", or leave out `rope`", "rope")),
+                both(self._compact(), self._without(", or leave out `rope`", "rope")),
                 other,
             )
 
@@ -434,10 +444,8 @@ class Combinations:
 
     def _sketched(self) -> Help:
         """A help that reads the sketch: in what selects, if it multiplies queries and keys."""
-        if not self._has("select"):
-            return add("add `select top 2048 by dot(q, k over sketch)`", ", say")
-        by = self.parts.exprs["select.by"].span
-        return offer("for example `dot(q, k over sketch)`", at=by)
+        text = "for example `select top 2048 by dot(q, k over sketch)`"
+        return offer(text, at=self._span("select")) if self._has("select") else add(text)
 
     def _never_read(self, keyword: str, help: str) -> None:
         """Reports a statement without a reader, unless that may be among what has an error."""

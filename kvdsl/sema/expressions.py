@@ -97,7 +97,6 @@ class Expressions:
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
         self._depth = 0
-        self._around: list[syn.Call] = []
         self._steps = 0
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
@@ -290,7 +289,7 @@ class Expressions:
         self._report(
             codes.CONDITION,
             span,
-            f"{what} needs a condition, but `{text}` {extent(value.axes)}",
+            f"{what} needs a condition, but `{text}` is a {'vector' if Axis.DIM in value.axes else 'number'}",
             self._compared(value, text),
         )
         return False
@@ -298,9 +297,9 @@ class Expressions:
     def _compared(self, value: Value, text: str) -> Help:
         """A help that makes a condition of a number, or of a number for each dim or query."""
         number = text if Axis.DIM not in value.axes else f"norm2({text})"
-        if Axis.QUERY in value.axes and not self._around:
+        if Axis.QUERY in value.axes and not self.reductions.around:
             number = f"mean({number})"
-        return offer(f"compare it: `{number} > {1 if Axis.DIM in value.axes else 0}`", ", say")
+        return offer(f"compare it: `{number} > {1 if Axis.DIM in value.axes else 0}`")
 
     def _finite(self, value: Value, args: tuple[Value, ...], span: Span) -> Value | None:
         if value.constant is None and all(arg.constant is not None for arg in args):
@@ -415,7 +414,9 @@ class Expressions:
         if not self._plain(name, node.arguments):
             return None
         if found != count:
-            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found), example(name))
+            fewer = ", ".join(argument.value.span.quoted() for argument in node.arguments[:count])
+            help = offer(f"write `{name}({fewer})`") if found > count else example(name)
+            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found), help)
             return None
         return [self.check(argument.value, scope) for argument in node.arguments]
 
@@ -442,9 +443,9 @@ class Expressions:
         if not self._plain(node.function.text, node.arguments[1:]):
             return None
         over, inner = self._range(node.arguments[0], scope, Over())
-        self._around.append(node)
+        self.reductions.around.append(node)
         body = self.check(node.arguments[0].value, inner)
-        self._around.pop()
+        self.reductions.around.pop()
         if over is not None and body is not None:
             over, body = self._with_pages(node, *in_fewer_words(over, body, self._is_page))
         decay = self._fixed(node.arguments[1].value, scope, f"the decay of `{op}`", 0, 1) if row.decay else None
@@ -601,7 +602,7 @@ class Expressions:
             return None
         if body.spaces != {""} or _of_values(body.expr):
             message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
-            self._report(codes.ROTATE, vector.span, message, offer("for example `k`"))
+            self._report(codes.ROTATE, vector.span, message, instead(f"for example `{op}(k{', ...' if rest else ''})`", "k"))
             return None
         if op == "turn" and numbers[0] is not None and Axis.DIM in numbers[0].axes:
             message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
@@ -665,7 +666,8 @@ class Expressions:
     def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""
         name = node.function.text
-        swapped = len(node.arguments) == 2 and isinstance(node.arguments[0].value, syn.Constant)
+        constant = [isinstance(argument.value, syn.Constant) for argument in node.arguments]
+        swapped = constant == [True, False]
         if len(node.arguments) != 2 or swapped or node.arguments[1].keyword is not None:
             message = f"`{name}` takes a value and a width"
             self._report(codes.ARGUMENTS, node.span, message, how_to_call(node))
@@ -674,8 +676,7 @@ class Expressions:
             return None
         body = self.check(node.arguments[0].value, scope)
         size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
-        around = self._around[-1] if self._around else None
-        return None if body is None or size is None else self.reductions.pool(node, op, body, size, around)
+        return None if body is None or size is None else self.reductions.pool(node, op, body, size)
 
     def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
         """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
-from kvdsl.helps import add, begin, both, instead, offer
+from kvdsl.helps import Help, add, begin, both, instead, named_and_imported, offer
 from kvdsl.shipped import all_policies, is_shipped_like_a_file, shipped_policy, stems_by_name
 from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax import nodes as syn
@@ -152,9 +152,7 @@ class Loader:
         path = shipped_policy(stem)
         if path is None:
             help = did_you_mean(stem, (path.stem for path in all_policies()))
-            help = help or instead(
-                f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`', f'"{stem}.kv"'
-            )
+            help = help or f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`'
             self.sink.report(codes.IMPORT, statement.name.span, f"there is no shipped policy `{stem}`", help)
             return None
         return path, str(path), None
@@ -224,7 +222,8 @@ def import_of(policy: str) -> str:
         return add(f"write `import {stem}`", " above")
     near = nearest(policy, stems)
     if near is not None:
-        return offer(f"did you mean `{near}`", f", which `import {stems[near]}` makes known?")
+        text = f"did you mean `{near}`, which `import {stems[near]}` makes known?"
+        return Help(text, lambda span: named_and_imported(span, near, stems[near]))
     return 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
 
 

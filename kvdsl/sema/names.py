@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import keyword
-import re
 from itertools import pairwise
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
-from kvdsl.helps import offer
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
@@ -65,15 +63,8 @@ def check_name(word: syn.Word, kind: str, sink: Sink) -> bool:
     """Whether a name can be used; reports if not."""
     found = problem(word.text, kind)
     if found is not None:
-        sink.report(codes.BAD_NAME, word.span, found, _another_name(word.text))
+        sink.report(codes.BAD_NAME, word.span, found, "choose another name")
     return found is None
-
-
-def _another_name(name: str) -> str:
-    """A help with a name that can be used, where one can be made."""
-    new = re.sub("__+", "_", name).strip("_")
-    new = new if new != name else f"{new}_"
-    return offer(f"choose another name, `{new}`", ", say") if len(new) <= MAX_LENGTH else "choose another name"
 
 
 def check_stem(source: SourceFile, sink: Sink) -> None:
@@ -97,8 +88,7 @@ def check_definition(statement: syn.Named, sink: Sink) -> bool:
     name = statement.name
     if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"
-        message = f"`{name.text}` is a built-in {kind} and cannot be redefined"
-        sink.report(codes.BUILTIN, name.span, message, offer(f"choose another name, `my_{name.text}`", ", say"))
+        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
         return False
     if isinstance(statement, syn.Param):
         return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
@@ -117,8 +107,7 @@ def _check_parameters(parameters: tuple[syn.Parameter, ...], sink: Sink) -> bool
         if not check_name(word, "name", sink):
             return False
         if word.text in _BUILT_IN:
-            message = f"`{word.text}` is built in and cannot be an argument's name"
-            sink.report(codes.BUILTIN, word.span, message, "choose another name")
+            sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
             return False
         if word.text in seen:
             sink.report(codes.DUPLICATE, word.span, f"the argument `{word.text}` is named twice")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvdsl import codes
@@ -103,6 +103,8 @@ class Reductions:
     """Makes reductions and pools of checked values; reports those that make no sense, and gives None for them."""
 
     report: Report
+    around: list[syn.Call] = field(default_factory=list)
+    """The reductions in which the one stands that is checked, the innermost last."""
 
     def axis(self, over: syn.Over) -> Over | None:
         """What the word after `over` means."""
@@ -120,7 +122,7 @@ class Reductions:
     def reduce(self, node: syn.Call, op: str, over: Over, body: Value, decay: Value | None = None) -> Value | None:
         """The reduction that a call stands for; `decay` is that of `ema`."""
         reduced = body if over.where is None else values.call("where", over.where, body, values.number(0))
-        fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, reduced)
+        fits = self._fits_operator(node, op, over, reduced) and self._fits_body(node, op, over, reduced)
         if not fits or not self._fits_key(node, over, reduced):
             return None
         return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after, over.where, over.by)
@@ -147,7 +149,7 @@ class Reductions:
             return True
         return False
 
-    def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
+    def _fits_operator(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
         if over.where is not None and (REDUCTIONS[op].decay or op in ("last", "median")):
             text = node.arguments[0].value.span.quoted()
             help = (
@@ -171,8 +173,9 @@ class Reductions:
         else:
             only = " and ".join(RANGES[name].removeprefix("over ") for name in ranges)
             text = ", ".join(one.value.span.quoted() for one in node.arguments)
-            made = text if "queries" in ranges else f"{text} over {ranges[0]}"
-            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only", offer(f"write `{op}({made})`"))
+            made = offer(f"write `{op}({text if 'queries' in ranges else f'{text} over {ranges[0]}'})`")
+            fits = (Axis.QUERY if "queries" in ranges else Axis.SLOT) in body.axes and Axis.OTHER not in body.axes
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only", made if fits else _unreduced(node))
         return False
 
     def _fits_body(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
@@ -305,15 +308,13 @@ class Reductions:
             self._pooled(node, "`leverage(...)`")
         elif body.axes != {Axis.SLOT, Axis.DIM}:
             message = f"`leverage` takes a vector of each slot, but `{span.quoted()}` {extent(body.axes)}"
-            self.report(codes.REDUCTION, span, message, offer("for example `k`"))
+            self.report(codes.REDUCTION, span, message, instead("for example `leverage(k, 0.01)`", "k"))
         else:
             return values.leverage(body, ridge)
         return None
 
-    def pool(
-        self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value, around: syn.Call | None
-    ) -> Value | None:
-        """`max_pool(x, n)` or `mean_pool(x, n)`, inside of a reduction or not."""
+    def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
+        """`max_pool(x, n)` or `mean_pool(x, n)`."""
         span = node.arguments[0].value.span
         if self.is_of_other(node, body):
             return None
@@ -321,10 +322,10 @@ class Reductions:
             self._pooled(node, "another one")
         elif body.axes != {Axis.SLOT}:
             message = f"`{op}_pool` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
-            whole = around is not None and around.arguments[0].span == node.span
-            by, at = (around.function.text, around.span) if around is not None and whole else ("sum", node.span)
+            whole = next((one for one in self.around[-1:] if one.arguments[0].span == node.span), None)
+            by, at = ("sum", node.span) if whole is None else (whole.function.text, whole.span)
             pool = f"{op}_pool({by}({span.quoted()}), {node.arguments[1].value.span.quoted()})"
-            help = offer(f"reduce it over queries before: `{pool}`", at=at)
+            help = offer(f"reduce it over queries: `{pool}`", at=at)
             self.report(codes.POOL, span, message, help if Axis.QUERY in body.axes else None)
         else:
             return values.pool(op, body, size)
@@ -332,9 +333,8 @@ class Reductions:
 
     def _page_of_query(self, span: Span, body: Value, instead: str, whole: Span) -> None:
         message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
-        self.report(
-            codes.PAGE, span, message, offer(f"`{instead}`", ", say", at=whole) if Axis.DIM not in body.axes else None
-        )
+        help: str | None = f"`{instead}`, say" if Axis.DIM not in body.axes else None
+        self.report(codes.PAGE, span, message, help if help is None or self.around else offer(help, at=whole))
 
     def enough(self, node: syn.Call, body: Value, share: Value, by: Value) -> Value | None:
         """`enough(x, p)`, or `enough(x, p, y)`."""
@@ -360,10 +360,12 @@ class Reductions:
         if word not in ("queries", "prunes") or (over is not None and (over.last is not None or over.after is not None)):
             assert over is not None
             start_text = node.arguments[1].value.span.quoted()
-            help = offer(f"write `fold({text}, {start_text})` or `fold({text} over prunes, {start_text})`", at=node.span)
+            of_prunes = "" if Axis.QUERY in body.axes else " over prunes"
+            help = offer(f"write `fold({text}{of_prunes}, {start_text})`", at=node.span)
             self.report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)
         elif not _reads_previous(body.expr):
-            newest = offer(f"`last({text})`", " is the newest one", at=node.span)
+            newest: str = f"`last({text})` is the newest one"
+            newest = newest if body.observes else instead(newest, f"last({text})", node.span)
             mend = newest if Axis.QUERY in body.axes else instead("leave the fold out", operand(text), node.span)
             self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", mend)
         elif self.is_of_other(node, body):
@@ -423,7 +425,7 @@ class Reductions:
         body = node.arguments[0].value.span
         span = body if inner is None else inner.span
         help: str | None = "what all queries gave stands outside of a reduction over them"
-        if span == body:
+        if inner is not None and span == body:
             over_slots = f", or over the slots `{op}({body.quoted()} over slots)`" if "slots" in REDUCTIONS[op].over else ""
             help = offer(f"one of them is enough: `{body.quoted()}`{over_slots}", at=node.span)
         message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"

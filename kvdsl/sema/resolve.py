@@ -105,10 +105,13 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
     sink.report(codes.UNKNOWN_POLICY, parent.span, f"unknown policy `{parent.text}`", help)
 
 
-def _without_override(statement: Span) -> Help:
-    """A help for a statement behind an `override` that has nothing to override."""
-    before = statement.file.text[: statement.start].rstrip()
-    return leave_out("leave out `override`", statement.file.span(len(before) - len("override"), len(before)))
+def _without_override(statement: syn.Named | syn.Single | syn.Keep) -> Help:
+    """A help for a statement behind an `override` that has nothing to override; alone, `keep` is no statement."""
+    span, text = statement.span, "leave out `override`"
+    before = span.file.text[: span.start].rstrip()
+    start = len(before) - len("override")
+    bare = isinstance(statement, syn.Keep) and statement.scope == "nothing"
+    return leave_out(text, span.file.span(start, span.end if bare else len(before)))
 
 
 class _Level:
@@ -224,7 +227,7 @@ class _Level:
         if isinstance(statement, syn.Named):
             near = nearest(statement.name.text, self.flat.names)
             help = None if near is None else offer(f"did you mean `{near}`?", at=statement.name.span)
-        self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or _without_override(statement.span))
+        self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or _without_override(statement))
 
 
 def _scope(placed: Placed) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvdsl import codes
 from kvdsl.budget import as_written
-from kvdsl.diagnostics import Sink, did_you_mean
+from kvdsl.diagnostics import Sink, nearest
 from kvdsl.source import SourceFile, Span
 
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
@@ -30,7 +30,8 @@ def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> di
         source = SourceFile("--set", f"{name}={text}")
         name_span, value_span = source.span(0, len(name)), source.span(len(name) + 1, len(source.text))
         if name not in params:
-            help = did_you_mean(name, params)
+            near = nearest(name, params)
+            help = None if near is None else f"did you mean `{near}`?"
             if help is None and params:
                 help = f"the params are {', '.join(f'`{param}`' for param in params)}"
             sink.report(codes.UNKNOWN_SETTING, name_span, f"the policy has no param `{name}`", help)

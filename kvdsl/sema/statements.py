@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
-from kvdsl.helps import add, instead, offer
+from kvdsl.helps import both, instead, offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
@@ -228,7 +228,7 @@ class Statements:
         if word.text not in known:
             meant = habits.SETTINGS.get(keyword, {}).get(word.text)
             help = did_you_mean(word.text, known) if meant is None else offer(f"write `{meant}`")
-            help = help or offer(f"`{keyword}` is {listed(known)}", at=word.span)
+            help = help or both(f"`{keyword}` is ", offer(listed(known)))
             self.sink.report(codes.OPTION, word.span, f"`{keyword}` cannot be `{word.text}`", help)
         elif word.text == "blocks" and value is None:
             help = offer(f"for example `{_BLOCKS[keyword][1]}`", at=placed.statement.span)
@@ -318,7 +318,7 @@ class Statements:
             if has_param
             else None
         )
-        help = help or add("add `param budget = 512`", " and read that: in this line alone, `budget` is the param")
+        help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
         self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
 
     def _across(self, name: str, across: syn.Across | syn.AcrossLayers, placed: Placed) -> None:

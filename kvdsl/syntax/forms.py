@@ -192,6 +192,7 @@ _WORDS = "|".join(WORDS)
 _KNOWN_WORDS = "|".join(sorted({word for words in WORDS.values() for word in words}))
 _PHASES = "|".join([*WORDS["when"], *habits.SETTINGS["when"]])
 _KEEPS = "|".join(habits.KEEPS)
+_BEGINS = r"(?:(?<=score )|(?<=where )|(?<=by )|(?<=budget )|(?<=[=(,]))\s*"
 _ENDS = r"(?=\s*(?:$|[,)]|(?:by|at|across|in|every|where|and|dims)\b))"
 _MODULES = r"(?:torch|np|numpy|math|jnp|jax|tf|F|nn|functional|linalg|special|self|cache)"
 
@@ -323,6 +324,7 @@ def forms() -> tuple[Form, ...]:
             "in {low}..{high}",
         ),
         _form(r"(?<![\w.])(?P<low>\d+)\.\.\.(?P<high>\d+)", "a range is written with two points", "{low}..{high}"),
+        _form(r"(?<![\w)\]])(?<![\w)\]] )\[\s*<x>\s*\](?!\s*from)", "parentheses are round", "({x})"),
         # -- ranges of layers --
         _form(
             r"^(?P<here>layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:|until|through|up to)\s*(?P<high>\d+))$",
@@ -373,7 +375,7 @@ def forms() -> tuple[Form, ...]:
             lambda m: f"trigger overflow >= {m['n'] or m['n2']}",
         ),
         _form(
-            r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:overflow\s*(?:=|==|:|at)?\s*)?<n>(?:\s+tokens)?$",
+            r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:[a-z_]+\s*(?:>=?|==?|:)\s*)?<n!>(?:\s+tokens)?$",
             "`trigger` compares `overflow`, the number of tokens above the budget",
             "trigger overflow >= {n}",
         ),
@@ -524,12 +526,7 @@ def forms() -> tuple[Form, ...]:
         ),
         # -- the score --
         _form(
-            r"(?<=score )\s*<a>\s+if\s+<c>\s+else\s+<b>$",
-            "a choice between two values is written as a function",
-            "where({c}, {a}, {b})",
-        ),
-        _form(
-            r"(?<=[(=,])\s*<a>\s+if\s+<c>\s+else\s+<b>(?=\s*(?:[),]|$))",
+            rf"{_BEGINS}(?P<here><a>\s+if\s+<c>\s+else\s+<b>)(?=\s*(?:[),]|$))",
             "a choice between two values is written as a function",
             "where({c}, {a}, {b})",
         ),
@@ -611,6 +608,11 @@ def forms() -> tuple[Form, ...]:
             "last({x})",
         ),
         _form(
+            r"\b(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
+            "`over` stands inside of the parentheses",
+            "{f}({x} over {axis})",
+        ),
+        _form(
             r"^(?P<here>(?:override\s+)?score\s+<x>\s+over\s+(?P<axis>queries|slots|dims))$",
             "`over` belongs inside of a reduction",
             "score mean({x} over {axis})",
@@ -620,8 +622,9 @@ def forms() -> tuple[Form, ...]:
         _form(r"^/\*\s*(?P<text>.*?)\s*\*/$", "a comment begins with `#`", "# {text}"),
         _form(r"(?P<here>//)(?=\s*[A-Za-z]\w*\s+[A-Za-z]\w*)", "a comment begins with `#`", "#"),
         # -- operators --
+        _form(r"<a!>\s*//\s*<b!>(?=\s*(?:$|[-+*/),<>=]))", "`//` is not an operator", "floor({a} / {b})"),
         _form(
-            r"<c>\s*\?\s*<a>\s*:\s*<b>(?=\s*(?:[),]|$))",
+            rf"{_BEGINS}(?P<here><c>\s*\?\s*<a>\s*:\s*<b>)(?=\s*(?:[),]|$))",
             "a choice between two values is written as a function",
             "where({c}, {a}, {b})",
         ),

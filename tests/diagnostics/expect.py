@@ -8,6 +8,7 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.ir.ops import PLAIN_REDUCTIONS
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
+from tests.diagnostics.mistakes import broken_rule
 
 REDUCTIONS = f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}"
 """A help that names them all."""
@@ -31,9 +32,12 @@ def policy(*statements: str, **settings: str) -> Policy:
 
 
 def only(text: str, code: str, **settings: str) -> Diagnostic:
-    """The one diagnostic of a text, which has this code."""
-    found = check(text, **settings).diagnostics
+    """The one diagnostic of a text, which has this code; each edit that its help offers mends it."""
+    analysis = check(text, **settings)
+    found = analysis.diagnostics
     assert [one.code for one in found] == [code], [(one.code, one.message) for one in found]
+    broken = broken_rule(found[0], analysis)
+    assert not broken, broken
     return found[0]
 
 

@@ -83,6 +83,14 @@ def test_json_has_the_documented_shape() -> None:
         "file": "example.kv",
         "range": {"start": {"line": 5, "column": 12}, "end": {"line": 5, "column": 15}},
         "labels": [],
+        "fixes": [
+            {
+                "message": "write `attn`",
+                "file": "example.kv",
+                "range": {"start": {"line": 5, "column": 12}, "end": {"line": 5, "column": 15}},
+                "text": "attn",
+            }
+        ],
     }
 
 

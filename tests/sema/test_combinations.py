@@ -167,11 +167,11 @@ def test_evicting_and_selecting_compose() -> None:
 def test_statements_about_eviction_need_a_budget(statement: str) -> None:
     message = f"without a budget nothing is evicted, so `{statement.split()[0]}` has no meaning"
     for others in ((), ("select top 8 by age",)):
-        refused("KV0402", message, statement, "add `param budget = 512`, say", *others, statement)
+        refused("KV0402", message, statement, "add `param budget = 512` and `score sum(attn)`, say", *others, statement)
 
 
 def test_the_budget_can_be_read_only_where_there_is_one() -> None:
-    message, help = "the policy has no budget that could be read here", "add `param budget = 512`, say"
+    message, help = "the policy has no budget that could be read here", "add `param budget = 512` and `score sum(attn)`, say"
     refused("KV0402", message, "budget / 2", help, "select top budget / 2 by age")
     refused("KV0402", message, "budget / 2", help, "param tokens = budget / 2", "select top tokens by age")
 
@@ -262,7 +262,7 @@ def test_what_nothing_reads() -> None:
     help = "for example `select top 2048 by dot(q, k over sketch)`"
     refused("KV0415", "nothing reads what `sketch` finds", SKETCH, help, SKETCH)
     refused("KV0415", "nothing reads what `sketch` finds", SKETCH, help, SKETCH, "select top 8 by dot(q, k)")
-    help = "select by page, or read `max(k over page)`"
+    help = "select by page, read `max(k over page)`, or leave out `pages`"
     refused("KV0415", "nothing reads what `pages` finds", "pages 16", help, *BUDGET, "pages 16")
 
 
@@ -296,7 +296,11 @@ def test_a_policy_that_selects_reads_no_logits(statement: str) -> None:
     [
         ("q", "has one number per query and dim", "for example `dot(q, k)`"),
         ("q * k", "has one number per query, slot and dim", "reduce it over dims: `sum(q * k over dims)`"),
-        ("v", "has one number per slot and dim", "reduce it over dims: `sum(v over dims)`"),
+        (
+            "v",
+            "has one number per slot and dim",
+            "multiply it by the query, `dot(q, v)`, or reduce it over dims: `sum(v over dims)`",
+        ),
         ("layer", "is a single number", "for example `dot(q, k)`"),
     ],
 )
@@ -330,11 +334,12 @@ def test_sketch_ranks_dims(by: str, has: str, help: str) -> None:
     ],
 )
 def test_select_and_sketch_come_before_attention(by: str, message: str) -> None:
-    help = "it reads queries, keys, values and numbers"
+    help = "it reads queries, keys, values and numbers, for example `dot(q, k)`"
     select = by.format("attn")
     refused("KV0315", message.format("what `select` ranks by"), select, help, f"select top 8 by {select}")
     if by != "{}":
         sketch = by.format("q")
+        help = help.replace("dot(q, k)", "abs(q)")
         statements = ("select top 8 by dot(q, k over sketch)", f"sketch top 8 dims by {sketch} every 1 queries")
         refused("KV0315", message.format("what `sketch` ranks by"), sketch, help, *statements)
 
@@ -369,7 +374,7 @@ def test_only_select_reads_the_sketch(what: str, statements: tuple[str, ...]) ->
     ("statements", "message", "at"),
     [
         (("pages 1 - 1", "select top 8 by age"), "`pages` is at least 1, but `1 - 1` is 0", "1 - 1"),
-        (("select top 0.5 by age",), "the count of `select` is at least 1, but `0.5` is 0.5", "0.5"),
+        (("select top 0 by age",), "the count of `select` is at least 1, but `0` is 0", "0"),
         (("select top 8 by age in layers -1..",), "the first layer of `select` is at least 0, but `-1` is -1", "-1"),
         ((*BUDGET, "layers ..0 - 2"), "the last layer of `layers` is at least 0, but `0 - 2` is -2", "0 - 2"),
         ((*BUDGET, "storage blocks 0"), "the size of `storage blocks` is at least 1, but `0` is 0", "0"),
@@ -436,12 +441,13 @@ def test_blocks_have_a_size_and_nothing_else_has(statement: str, message: str, a
 @pytest.mark.parametrize(
     ("statement", "known"),
     [
-        ("victims shared by all", "`victims` is `nobody`, `heads` or `layers`"),
+        ("victims shared by chance", "`victims` is `nobody`, `heads` or `layers`"),
+        ("victims shared by all", "write `heads`"),
         ("cap off", "`cap` is `soft` or `hard`"),
         ("when now", "`when` is `both`, `prefill` or `decode`"),
-        ("storage paged 3", "`storage` is `in_place` or `blocks`"),
+        ("storage paged 3", "write `blocks`"),
         ("rope none", "`rope` is `fused` or `cached`"),
-        ("prefill chunk", "`prefill` is `whole` or `blocks`"),
+        ("prefill chunk", "write `blocks`"),
     ],
 )
 def test_words(statement: str, known: str) -> None:
@@ -461,7 +467,14 @@ def test_a_scope_protects_from_eviction_only() -> None:
     assert policy("param budget = 512", "score age", "select top 64 by age", "keep top 65 by age").select is not None
     for statement in ("keep top 3 by age", "keep where position < prompt"):
         message = f"without a budget nothing is evicted, so `{' '.join(statement.split()[:2])}` has no meaning"
-        refused("KV0402", message, statement, "add `param budget = 512`, say", "select top 64 by age", statement)
+        refused(
+            "KV0402",
+            message,
+            statement,
+            "add `param budget = 512` and `score sum(attn)`, say",
+            "select top 64 by age",
+            statement,
+        )
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

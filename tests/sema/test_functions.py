@@ -45,13 +45,13 @@ def test_an_argument_without_parameters_is_none() -> None:
 @pytest.mark.parametrize(
     ("call", "message", "at", "help"),
     [
-        ("f()", "`f` needs its arguments `x` and `y`", "f()", "write `f(x, y, z = 3)`"),
-        ("f(1, z = 4)", "`f` needs its argument `y`", "f(1, z = 4)", "write `f(x, y, z = 3)`"),
-        ("f(1, 2, 3, 4)", "`f` takes 2 to 3 arguments, but 4 are given", "f(1, 2, 3, 4)", None),
+        ("f()", "`f` needs its arguments `x` and `y`", "f()", "its form is `f(x, y, z = 3)`"),
+        ("f(1, z = 4)", "`f` needs its argument `y`", "f(1, z = 4)", "its form is `f(x, y, z = 3)`"),
+        ("f(1, 2, 3, 4)", "`f` takes 2 to 3 arguments, but 4 are given", "f(1, 2, 3, 4)", "write `f(1, 2, 3)`"),
         ("f(1, 2, beta = 3)", "`f` has no argument named `beta`", "beta", "its arguments are `x`, `y` and `z`"),
         ("f(1, 2, x = 3)", "the argument `x` is given twice", "x", None),
         ("f(1, y = 3, y = 4)", "the argument `y` is given twice", "y", None),
-        ("f(x = 1, 2)", "an argument without a name cannot follow one with a name", "2", "write `f(x, y, z = 3)`"),
+        ("f(x = 1, 2)", "an argument without a name cannot follow one with a name", "2", "its form is `f(x, y, z = 3)`"),
         ("norm1(y = 3)", "`norm1` has no argument named `y`", "y", "its argument is `x`"),
         ("pyramid(64, betta = 3)", "`pyramid` has no argument named `betta`", "betta", "did you mean `beta`?"),
         ("norm1(v over dims)", "`norm1` is not a reduction of one value, so `over` has no meaning here", "over dims",

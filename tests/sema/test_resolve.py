@@ -150,7 +150,8 @@ def test_extending_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_let_is_not_offered_itself() -> None:
-    assert only(body("param budget = 8", "let z = zz", "score age + z"), "KV0201").help is None
+    found = only(body("param budget = 8", "let z = zz", "score age + z"), "KV0201")
+    assert found.help == "add `param zz = 1`, `let zz = ...`, or `given zz`, a number of each token, if it is yours"
     help = "did you mean `zz`?"
     assert only(body("param budget = 8", "let zz = 1", "let z = zzz", "score age + z + zz"), "KV0201").help == help
 

@@ -182,4 +182,4 @@ def test_the_formatter_sets_the_brackets(tmp_path: Path) -> None:
 def test_brackets_mean_nothing_elsewhere(tmp_path: Path) -> None:
     """Not even behind a tensor on the same line."""
     found = errors(tmp_path, f"{FILTER}; score attn[0]")
-    assert [one.message for one in found] == ["unexpected character `[`", "unexpected character `]`"]
+    assert [one.message for one in found] == ["values are not indexed"]

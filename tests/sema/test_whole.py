@@ -55,7 +55,7 @@ def test_a_budget_needs_a_score_and_the_reverse() -> None:
     message = "without a budget nothing is evicted, so `score` has no meaning"
     expect(body("score age"), "KV0402", message, "score age", "add `param budget = 512`, say")
     text = body("param budgt = 256", "score age")
-    expect(text, "KV0402", message, "score age", "did you mean `param budget`, not `budgt`?")
+    expect(text, "KV0402", message, "score age", "did you mean `budget`, not `budgt`?")
     assert only(body("keep first 4"), "KV0402").message.endswith("so `keep` has no meaning")
     assert only(body("slack 4"), "KV0402").message.endswith("so `slack` has no meaning")
 
