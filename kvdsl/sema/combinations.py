@@ -265,14 +265,16 @@ class Combinations:
             return
         if self._is("prefill", "blocks"):
             message = "a block is evicted before the next layer has seen it, so layers cannot agree on its victims"
-            help = "write `victims shared by heads`, or leave out `prefill blocks`"
+            by_heads = offer("write `victims shared by heads`", at=self._span("victims"))
+            help = both(by_heads, self._without(", or leave out `prefill blocks`", "prefill"))
             self._refuse(codes.SHARED, "prefill", message, help, "victims")
         counts = [self.parts.exprs[name] for name in ("budget", *COUNTS) if name in self.parts.exprs]
         for part in [*counts, *(keep.count for keep in self.parts.keeps if keep.count is not None)]:
             for name in sorted(self.params.inputs_of(part.expr) & {"layer", *self._by_layer()}):
                 message = f"layers with the same victims keep equally many tokens, but `{part.span.quoted()}` reads `{name}`"
                 labels = [Label(self._span("victims"), "because of this")]
-                self.sink.report(codes.SHARED, part.span, message, "write `victims shared by heads`", labels)
+                help = offer("write `victims shared by heads`", at=self._span("victims"))
+                self.sink.report(codes.SHARED, part.span, message, help, labels)
 
     def _by_layer(self) -> set[str]:
         return {tensor.name for tensor in self.tensors if "layers" in tensor.axes}

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
+from kvdsl.helps import add
 from kvdsl.ir.nodes import Expr
 from kvdsl.passes.fold import value_of
 from kvdsl.sema.statements import CheckedKeep, Parts
@@ -116,7 +117,7 @@ class Protected:
             return "protect fewer"
         if self.grows or "budget" not in self.known:
             return "have the budget grow with the prompt, or protect fewer"
-        return "add `budget prompt + budget`: then the param counts what is kept beyond the prompt"
+        return add("add `budget prompt + budget`", ": then the param counts what is kept beyond the prompt")
 
     def _report(self, keep: CheckedKeep, what: str, moment: Moment, help: str) -> None:
         hard = " when room is made for another one" if self.parts.words["cap"] == "hard" else ""

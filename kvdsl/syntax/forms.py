@@ -30,7 +30,7 @@ Code = Callable[[re.Match[str]], "str | None"]
 STATEMENTS = tuple(re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE))
 """The words that begin what stands in a file or in a policy."""
 
-DEFINERS = ("def", "fn", "func", "function", "fun", "const", "var", "val", "set", "define", "local")
+DEFINERS = ("def", "fn", "func", "function", "fun", "const", "var", "val", "define", "local")
 """The words that begin a definition elsewhere."""
 
 LONGEST = 400
@@ -52,14 +52,23 @@ class Form:
     codes: tuple[str | Code, ...]
     help: str
 
+    def offered(self, match: re.Match[str]) -> list[str]:
+        """What to write for a statement."""
+        groups = _groups(match)
+        made = [code.format_map(groups) if isinstance(code, str) else code(match) for code in self.codes]
+        return [" ".join(code.split()) for code in made if code is not None]
+
     def explain(self, match: re.Match[str]) -> tuple[str, str | None]:
         """The message and the help for a statement."""
-        groups = {name: " ".join((text or "").split()) for name, text in match.groupdict().items()}
-        made = [code.format_map(groups) if isinstance(code, str) else code(match) for code in self.codes]
-        offered = " or ".join(f"`{code.strip()}`" for code in made if code is not None)
+        groups = _groups(match)
+        offered = " or ".join(f"`{code}`" for code in self.offered(match))
         before, _, after = self.help.format_map(groups | {"code": "\0"}).partition("\0")
         help = offer(before + offered, after) if offered else None if "{code}" in self.help else before
         return printable(self.message.format_map(groups)), help
+
+
+def _groups(match: re.Match[str]) -> dict[str, str]:
+    return {name: " ".join((text or "").split()) for name, text in match.groupdict().items()}
 
 
 _NUMBER = r"(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
@@ -67,7 +76,7 @@ _PARENTHESES = r"\([^()]*\)"
 for _ in range(3):
     _PARENTHESES = rf"\((?:[^()]|{_PARENTHESES})*\)"
 _OPERAND = rf"(?:(?<![\w.])[A-Za-z_]\w*(?:{_PARENTHESES})?|(?<![\w.]){_NUMBER}(?![\w.])|(?<!\w){_PARENTHESES})"
-_EXPRESSION = rf"(?=[^\s,])(?:[^(){{}};#\n\"',=:]|[<>=!]=|{_PARENTHESES})+?"
+_EXPRESSION = rf"(?=[^\s,])(?:[^(){{}}\[\];#\n\"',=:]|[<>=!]=|{_PARENTHESES})+?"
 _KINDS = {"": _EXPRESSION, "!": _OPERAND, "#": _NUMBER}
 
 
@@ -101,7 +110,8 @@ def found(statement: str) -> list[tuple[Form, re.Match[str]]]:
     """The forms that a statement has, the surest first."""
     if len(statement) > LONGEST:
         return []
-    return [(form, match) for form in forms() for match in form.pattern.finditer(statement)]
+    all = [(form, match) for form in forms() for match in form.pattern.finditer(statement)]
+    return [(form, match) for form, match in all if " ".join(match[0].split()) not in form.offered(match)]
 
 
 # -- what is written instead, where that depends on the statement -------------------------------------------------------
@@ -188,8 +198,6 @@ def _again(match: re.Match[str]) -> str:
     return f"let {new} = {value}"
 
 
-_WORDS = "|".join(WORDS)
-_KNOWN_WORDS = "|".join(sorted({word for words in WORDS.values() for word in words}))
 _PHASES = "|".join([*WORDS["when"], *habits.SETTINGS["when"]])
 _KEEPS = "|".join(habits.KEEPS)
 _BEGINS = r"(?:(?<=score )|(?<=where )|(?<=by )|(?<=budget )|(?<=[=(,]))\s*"
@@ -349,10 +357,14 @@ def forms() -> tuple[Form, ...]:
             "in layers {low}..{high}",
         ),
         # -- statements that hold a word --
-        _form(
-            rf"^(?P<keyword>{_WORDS})\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{_KNOWN_WORDS})\b[\w\s,]*)$",
-            "`{keyword}` takes one of its words, and nothing else",
-            _word,
+        *(
+            _form(
+                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{'|'.join(words)})\b[\w\s,]*)$",
+                f"`{keyword}` takes one word: {', '.join(words[:-1])} or {words[-1]}",
+                _word,
+            )
+            for keyword, words in WORDS.items()
+            if keyword not in ("prefill", "storage")  # their words have numbers
         ),
         _form(
             rf"^(?:on|during|in|at|after|phase|only|evict\s+(?:on|at|in|during|after))\s*[=:]?\s*(?:the\s+)?(?P<word>{_PHASES})$",
@@ -472,7 +484,7 @@ def forms() -> tuple[Form, ...]:
             help="write {code} as a statement of its own",
         ),
         _form(
-            r"^(?:const|var|val|set|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
+            r"^(?:const|var|val|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
             "a name is given by `let`, and a number that the user may set by `param`",
             "let {name} = {value}",
             "param {name} = {value}",
@@ -608,7 +620,7 @@ def forms() -> tuple[Form, ...]:
             "last({x})",
         ),
         _form(
-            r"\b(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
+            r"(?:(?<=score )|(?<=where )|(?<=by )|(?<== ))(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
             "`over` stands inside of the parentheses",
             "{f}({x} over {axis})",
         ),
@@ -632,7 +644,7 @@ def forms() -> tuple[Form, ...]:
         _form(r"(?<!\|)\|\s*<x!>\s*\|(?!\|)", "a magnitude is written as a function", "abs({x})"),
         _form(r"<a!>\s*@\s*<b!>(?:\.T\b)?", "`dot` multiplies vectors", "dot({a}, {b})"),
         _form(
-            r"<x!>\s+in\s+(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)(?=\s*(?:$|\)|and\b|or\b))",
+            r"(?<!=)(?<!= )(?P<x>(?<![\w.])[A-Za-z_]\w*)\s+in\s+(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)(?=\s*(?:$|\)|and\b|or\b))",
             "a range is not a condition",
             "{low} <= {x} and {x} <= {high}",
         ),

@@ -136,7 +136,7 @@ STATEMENTS: dict[str, str] = dict([
     *_told("write `param budget = 512`, say", "size capacity cache cache_size limit max_size max_tokens num_tokens"),
     *_told("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
     *_told("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
-    *_told("`let NAME = ...` gives a name", "var const def fn function set lambda"),
+    *_told("`let NAME = ...` gives a name", "var const def fn function lambda"),
     *_told("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
     *_told("write `group max`, say", "gqa heads head_reduction"),
     *_told("a comment begins with `#`", "rem comment note"),

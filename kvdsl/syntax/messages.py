@@ -100,7 +100,9 @@ def _unclosed(stuck: Stuck) -> Explanation | None:
     if "RPAR" in stuck.accepts and stuck.token.type in ("_SEP", "$END", "RBRACE", "LBRACE"):
         opened = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
         if opened is not None:
-            return codes.UNCLOSED, span_of(stuck.source, opened), "this `(` has no closing `)`", None, ()
+            end = stuck.source.span(stuck.span.start, stuck.span.start)
+            help = instead("add `)`", ")", end)
+            return codes.UNCLOSED, span_of(stuck.source, opened), "this `(` has no closing `)`", help, ()
     if stuck.token in ("policy", "test") and stuck.accepts & {"OVERRIDE", "EXPECT", "ATTEND"}:
         brace = _last_open(stuck.tokens[: stuck.at], "LBRACE", "RBRACE")
         labels = () if brace is None else (Label(span_of(stuck.source, brace), "this `{` is still open"),)

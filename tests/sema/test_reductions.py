@@ -302,7 +302,12 @@ def test_the_prompts_queries_are_for_scores() -> None:
         ("dot(mean(q), k)", "q", "query and dim", "mean(dot(q, k))"),
         ("norm2(ema(q, 0.9))", "q", "query and dim", "ema(dot(q, k), 0.9)"),
         ("sum(sum(q * k) over dims)", "q * k", "query, slot and dim", "sum(sum(q * k over dims))"),
-        ("norm1(max(attn * v over last 4 queries))", "attn * v", "query, slot and dim", "max(sum(attn * v over dims))"),
+        (
+            "norm1(max(attn * v over last 4 queries))",
+            "attn * v",
+            "query, slot and dim",
+            "max(sum(attn * v over dims) over last 4 queries)",
+        ),
     ],
 )
 def test_no_column_holds_a_vector(text: str, at: str, axes: str, help: str) -> None:

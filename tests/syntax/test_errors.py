@@ -117,15 +117,15 @@ def test_unknown_items_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "message", "at"),
+    ("statement", "message", "at", "help"),
     [
-        ("score sum(attn", "this `(` has no closing `)`", "("),
-        ("score (sum(attn)", "this `(` has no closing `)`", "("),
-        ("score sum(attn))", "this `)` has no opening `(`", ")"),
+        ("score sum(attn", "this `(` has no closing `)`", "(", "add `)`"),
+        ("score (sum(attn)", "this `(` has no closing `)`", "(", "add `)`"),
+        ("score sum(attn))", "this `)` has no opening `(`", ")", "leave it out"),
     ],
 )
-def test_parentheses(statement: str, message: str, at: str) -> "leave it out":
-    expect_in(statement, "KV0112", message, at)
+def test_parentheses(statement: str, message: str, at: str, help: str) -> None:
+    expect_in(statement, "KV0112", message, at, help)
 
 
 def test_an_open_brace() -> None:
@@ -139,7 +139,7 @@ def test_an_open_brace() -> None:
 
 
 def test_a_brace_too_many() -> None:
-    expect('kv 1\npolicy P { "doc" }\n}\n', "KV0112", "this `}` has no opening `{`", "}")
+    expect('kv 1\npolicy P { "doc" }\n}\n', "KV0112", "this `}` has no opening `{`", "}", "leave it out")
 
 
 def test_a_policy_inside_a_policy() -> None:
