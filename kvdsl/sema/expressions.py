@@ -180,13 +180,13 @@ class Expressions:
             return values.read_input(node.name)
         if node.name in NAMED_FUNCTIONS:
             written = offer(f"write `{node.name}()`") if node.name in ("count", "random") else example(node.name)
-            help = habits.NAMES.get(node.name, written)
+            help = habits.of_name(node.name) or written
             self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", help)
             return None
         if not self._speaks_of(node.span):
             return None
         being_defined = {use.definition.let.name.text for use in self._uses}
-        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
+        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
         more = f", `let {node.name} = ...`, or `given {node.name}`, a number of each token, if it is yours"
         help_text = help_text or add(f"add `param {node.name} = 1`", more)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
+from kvdsl.helps import offer
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
@@ -88,7 +89,8 @@ def check_definition(statement: syn.Named, sink: Sink) -> bool:
     name = statement.name
     if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"
-        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
+        help = offer(f"choose another name, `my_{name.text}`", ", say")
+        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined", help)
         return False
     if isinstance(statement, syn.Param):
         return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvdsl.helps import offer
+from kvdsl.helps import Help, add, named_and_added, offer
 from kvdsl.helps import operand as operand_of
 from kvdsl.syntax.nodes import Call
 
@@ -27,7 +27,6 @@ def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
 
 
 CHOICE = "a choice is `where(condition, a, b)`"
-_NO_IDS = "tokens are not told apart by their ids: a number of each token comes from the caller, as `given newline = 0`, say"
 
 NAMES: dict[str, str] = dict([
     *_same("write `attn`", "attention attentions attn_weights attn_weight attention_weights weight weights prob probs A", ": the probability that the query gives the slot"),
@@ -43,14 +42,26 @@ NAMES: dict[str, str] = dict([
     *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
     *_same("write `1`", "true True yes on", ": conditions count as 0 or 1"),
     *_same("write `0`", "false False no off", ": conditions count as 0 or 1"),
-    *_same("write `everything`", "inf infinity Infinity all unlimited", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
-    *_same("a budget is a number of tokens; without the lines `budget` and `score` nothing leaves", "none None nothing never"),
+    *_same("write `everything`", "inf infinity Infinity all unlimited none None never", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
     *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how", "head head_idx head_id kv_head num_heads n_heads"),
-    *_same(_NO_IDS, "token token_id token_ids input_ids id is_special special newline separator text"),
-    *_same("`turn(x, n)` rotates keys; where a chat's turn began is not known: a number of each token comes from the caller, as `given turn_of = 0`, say", "turn turns current_turn turn_start"),
     *_same("write `random()`", "rand noise"),
 ])  # fmt: skip
 """Names in expressions."""
+
+IDS = frozenset("token token_id token_ids input_ids id is_special special newline separator text word role".split())
+"""Names of what a policy does not read of a token, but the caller may give."""
+
+TURNS = frozenset("turn turns current_turn turn_start last_turn".split())
+
+
+def of_name(name: str) -> str | None:
+    """The help for a name in an expression that means nothing here, or something else."""
+    if name in IDS:
+        return add(f"a policy reads no text: add `given {name} = 0`", ", a number of each token that the caller gives")
+    if name in TURNS:
+        text = "`turn(x, n)` rotates keys, and where a chat's turn began is not known: add `given turn_start = 0`, which the caller gives"
+        return Help(text, lambda span: named_and_added(span, "turn_start", "given turn_start = 0"))
+    return NAMES.get(name)
 
 
 @dataclass(frozen=True)

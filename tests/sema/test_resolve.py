@@ -187,12 +187,13 @@ def test_arguments_have_different_names(statement: str) -> None:
 def test_inputs_cannot_be_redefined(name: str) -> None:
     for statement in (f"let {name} = 3", f"param {name} = 3", f"let {name}(x) = x"):
         message = f"`{name}` is a built-in input and cannot be redefined"
-        expect_in(statement, "KV0210", message, name)
+        expect_in(statement, "KV0210", message, name, f"choose another name, `my_{name}`, say")
 
 
 @pytest.mark.parametrize("name", ["mean", "count", "random", "where", "dot", "ema"])
 def test_functions_cannot_be_redefined(name: str) -> None:
-    expect_in(f"let {name}(x) = x", "KV0210", f"`{name}` is a built-in function and cannot be redefined", name)
+    message, help = f"`{name}` is a built-in function and cannot be redefined", f"choose another name, `my_{name}`, say"
+    expect_in(f"let {name}(x) = x", "KV0210", message, name, help)
 
 
 @pytest.mark.parametrize(
