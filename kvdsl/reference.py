@@ -52,8 +52,8 @@ STATEMENTS = {
     "when": ("the phase in which it evicts", ""),
     "group": ("how a group's query heads are reduced; `each`: they are not, and each selects for itself", ""),
     "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
-    "storage": ("how slots lie in memory", ""),
-    "rope": ("how compact positions are served", ""),
+    "storage": ("edition 1: how slots lie in memory unless the cache's option `storage` says otherwise", ""),
+    "rope": ("edition 1: how compact positions are served, likewise", ""),
     "prefill": ("one settle after the prompt, or one after every block of it", ""),
 }
 """Rule of the grammar -> what the statement means, and its default where that is no word."""

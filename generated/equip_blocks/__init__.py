@@ -1,6 +1,6 @@
-"""EQUIPBlocks: EQUIP_H2O in blocks: every layout of the language that kernels have.
+"""EQUIPBlocks: EQUIP_H2O as its paper has it in memory. Edition 1 states it: the two last lines are the defaults of the options of its caches.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (45e803224e30). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from .cache import EQUIPBlocksCache

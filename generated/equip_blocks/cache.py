@@ -1,6 +1,6 @@
 """EQUIPBlocks: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (45e803224e30). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
 
 
 class EQUIPBlocksCache(KVCache):
-    """EQUIP_H2O in blocks: every layout of the language that kernels have.
+    """EQUIP_H2O as its paper has it in memory. Edition 1 states it: the two last lines are the defaults of the options of its caches.
 
     "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
     are kept, and a new token is written at block and offset.

@@ -1,8 +1,8 @@
 """EQUIPBlocks on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (45e803224e30). Do not edit: `kvdsl compile` makes it anew.
 
-EQUIP_H2O in blocks: every layout of the language that kernels have.
+EQUIP_H2O as its paper has it in memory. Edition 1 states it: the two last lines are the defaults of the options of its caches.
 
 "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
 are kept, and a new token is written at block and offset.

@@ -48,7 +48,7 @@ def command(
     """
     if any(_option(word).startswith("--additional-config") for word in more):
         raise click.UsageError(
-            "--policy, --set, --storage and --rope say what --additional-config would; give it to `vllm serve` itself for more"
+            "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
         )
     words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:

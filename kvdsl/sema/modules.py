@@ -43,6 +43,12 @@ class Module:
         return self.syntax.file
 
     @property
+    def edition(self) -> int:
+        """The edition of the language that the file is written in; the newest where it does not say."""
+        said = [one.text for one in self.syntax.editions]
+        return int(said[0]) if said and said[0].isdecimal() else EDITION
+
+    @property
     def broken(self) -> bool:
         """Whether so much of it could not be read that names may be missing."""
         return any(module.syntax.broken for module in self.all())

@@ -40,6 +40,12 @@ from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
+MEMORY = {
+    "storage": 'give `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
+    "rope": 'give `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
+}
+"""The statements of edition 1 that say how a cache lies in memory, and what is done in their place."""
+
 COUNTS = ("trigger", "slack", "max_drop")
 PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 """The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
@@ -215,7 +221,10 @@ class Statements:
     def _setting(self, statement: syn.Setting, placed: Placed) -> None:
         """A word, an expression, or both."""
         keyword = statement.keyword
-        if statement.word is not None:
+        if keyword in MEMORY and placed.module.edition > 1:
+            message = f"edition {placed.module.edition} has no `{keyword}`: it changes nothing of what stays, and is an option of the cache"
+            self.sink.report(codes.STATEMENT, statement.span, message, f"leave it out, and {MEMORY[keyword]}")
+        elif statement.word is not None:
             self._word(keyword, statement.word, statement.value, placed)
         elif statement.value is not None and keyword == "score":
             self._score(statement.value, placed)

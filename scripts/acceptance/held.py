@@ -114,7 +114,7 @@ held(
 )
 held(
     6,
-    "`rope cached` is `rope fused`, `storage blocks` is `storage in_place`: to the bit on torch and Triton, and in C++",
+    "`rope` cached is fused, `storage` in blocks is in place: to the bit on torch and Triton, and in C++",
     "runtime/test_rope_cached.py",
     "runtime/test_blocks.py",
     "triton/test_blocks.py",

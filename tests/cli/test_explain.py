@@ -89,6 +89,18 @@ def test_layouts(capsys: Capture) -> None:
     assert (plain["storage"], plain["block"], plain["bytes"]["rotated_half"]) == ("in_place", None, 0)  # type: ignore[index]
 
 
+def test_options_of_the_cache(capsys: Capture) -> None:
+    found = run(capsys, "explain", "streaming_llm", "--storage", "blocks:32", "--rope", "cached", "--json").json()
+    assert (found["storage"], found["block"], found["rope"], found["bytes"]["rotated_half"]) == (
+        "blocks",
+        "32",
+        "cached",
+        256,
+    )
+    refused = run(capsys, "explain", "h2o", "--rope", "cached")
+    assert refused.code == 2 and "leave `rope` out" in refused.err
+
+
 def test_what_kernels_keep_beside_keys(capsys: Capture) -> None:
     """Keys over the sketch's dims, and two keys a page; see `kvdsl.runtime.state.copies`."""
     sketch, pages = (run(capsys, "explain", name, "--json").json()["bytes"] for name in ("sparcas", "quest"))

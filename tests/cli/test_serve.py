@@ -12,7 +12,9 @@ from click.testing import CliRunner
 
 from kvdsl.cli import main
 from kvdsl.cli.serve import command
+from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import TEXTS
+from kvdsl.integrations.vllm.settings import parsed
 from kvdsl_lab.assets import reference_model_path
 
 MODEL = str(reference_model_path())
@@ -32,6 +34,16 @@ def test_the_command_that_it_becomes(vllm: None) -> None:
     assert json.loads(options["--additional-config"]) == {"kvdsl": {"policy": "h2o", "budget": 64}}
     assert options["--max-model-len"] == options["--max-num-batched-tokens"] == "2048"
     assert options["--port"] == "8001" and options["--served-model-name"] == MODEL
+
+
+def test_how_caches_lie_in_memory_is_told_to_vllm(vllm: None) -> None:
+    words = [MODEL, "--policy", "streaming_llm", "--set", "budget=64", "--rope", "cached", "--dry-run"]
+    words = shlex.split(CliRunner().invoke(command, words).stdout)
+    told = json.loads(dict(zip(words[5::2], words[6::2], strict=True))["--additional-config"])["kvdsl"]
+    assert told == {"policy": "streaming_llm", "budget": 64, "rope": "cached"}
+    assert parsed(told).spec.rope_cached
+    refused = CliRunner().invoke(command, [MODEL, "--policy", "h2o", "--storage", "blocks", "--dry-run"])
+    assert isinstance(refused.exception, KvdslError) and "lies in blocks" in str(refused.exception)
 
 
 def test_a_step_has_room_for_many_short_prompts(vllm: None) -> None:

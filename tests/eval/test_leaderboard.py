@@ -263,8 +263,8 @@ def test_at_the_same_bytes_state_costs_tokens(bench: run.Bench) -> None:
 
 
 def test_a_copy_of_a_key_is_state(bench: run.Bench) -> None:
-    """EQUIP keeps a rotated half of every key, and its rank, and gets as much less of the budget."""
-    bench.plan = replace(bench.plan, same_bytes=True, policies=("equip_streaming",))
+    """What keeps a rotated half of every key, and its rank, gets as much less of the budget."""
+    bench.plan = replace(bench.plan, same_bytes=True, policies=("equip_streaming",), memory=(("rope", "cached"),))
     config = bench.lab.model.config
     key = 4 * config.hidden_size // config.num_attention_heads
     assert bench.given("equip_streaming", 100) == 100 * (2 * key + 4) // (3 * key + 8)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import kvdsl
@@ -21,27 +19,19 @@ _SMALLER = {"vatp_h2o": {"sinks": 2}}
 
 
 LAYOUTS = {
-    "roco_stored_in_blocks": ("RocoBlocks extends RoCo", "param block = 5\n  storage blocks block"),
-    "streaming_blocks": ("StreamingBlocks extends StreamingLLM", "storage blocks 5"),
-    "fused": ("Fused extends EQUIP_H2O", "override rope fused"),
-    "paged": ("Paged extends EQUIP_H2O", "storage blocks 4"),
+    "roco_stored_in_blocks": ("roco", {"storage": "blocks:5"}),
+    "streaming_blocks": ("streaming_llm", {"storage": "blocks:5"}),
+    "halves": ("equip_h2o", {"rope": "cached"}),
+    "paged": ("equip_h2o", {"storage": "blocks:4", "rope": "cached"}),
 }
-"""Shipped policies that lie in memory, or turn keys, otherwise than they do: what is declared, and what it says."""
-
-_FILES = {"RoCo": "roco", "StreamingLLM": "streaming_llm", "EQUIP_H2O": "equip_h2o"}
+"""Shipped policies that lie in memory, or turn keys, otherwise than by default."""
 
 
 @cache
 def cache_class(name: str) -> Any:
     """The cache class of a shipped policy, or of one in another layout."""
-    if name not in LAYOUTS:
-        return kvdsl.load(name)
-    declared, lines = LAYOUTS[name]
-    parent = _FILES[declared.split()[-1]]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{name}.kv"
-        file.write_text(f'kv 1\nimport {parent}\n\npolicy {declared} {{\n  """In another layout."""\n  {lines}\n}}\n')
-        return kvdsl.load(file)
+    stem, memory = LAYOUTS.get(name, (name, {}))
+    return kvdsl.load(stem, **memory)
 
 
 def make(name: str, model: Any, **options: Any) -> Any:

@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 POLICIES = {
     "streaming_llm": {"budget": 12},
     "lazy_streaming": {"budget": 12, "R": 5, "sigma": 4, "delta": 2},
-    "equip_h2o": {"budget": 12, "recent": 4},
+    "halves": {"budget": 12, "recent": 4},
 }
 
 
@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_kept_tokens_alone(family: str, policy: str, bac
 
 # Rounding differs with the size of a batch, so that in half precision only positions may decide who leaves.
 PRECISIONS = {
-    "h2o": ("equip_h2o", {"budget": 12, "recent": 4}, torch.float32, 1e-4),
+    "h2o": ("halves", {"budget": 12, "recent": 4}, torch.float32, 1e-4),
     "bfloat16": ("streaming_llm", {"budget": 12}, torch.bfloat16, 0.3),
     "float16": ("streaming_llm", {"budget": 12}, torch.float16, 0.04),
 }
@@ -124,7 +124,7 @@ def test_beams_take_their_ranks_along() -> None:
     model, ids = zoo.make("Llama"), zoo.prompt(2, 30)
     texts = []
     for backend in ("torch", "cpu"):
-        cache = policies.cache_class("equip_h2o")(model, budget=12, recent=4, backend=backend)
+        cache = policies.cache_class("halves")(model, budget=12, recent=4, backend=backend)
         texts.append(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False, **with_cache(cache)).tolist())
         for layer in cache.managed:
             assert torch.equal(cache.layers[layer].state.rank, ranks(cache.layers[layer].state.position))

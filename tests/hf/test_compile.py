@@ -97,7 +97,7 @@ def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) 
 
 @pytest.mark.parametrize(
     ("layout", "backend"),
-    [slow("roco_stored_in_blocks", "cpu"), slow("equip_h2o", "cpu"), ("paged", "cpu"), slow("paged", "torch")],
+    [slow("roco_stored_in_blocks", "cpu"), slow("halves", "cpu"), ("paged", "cpu"), slow("paged", "torch")],
 )
 def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) -> None:
     """Slots in blocks, whose pool and table stay where they are; keys' halves kept beside them; both."""
@@ -160,7 +160,7 @@ def test_steps_of_the_torch_backend_are_compiled_once(policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("layout", ["roco_stored_in_blocks", "streaming_blocks", "equip_h2o", "fused", "paged"])
+@pytest.mark.parametrize("layout", ["roco_stored_in_blocks", "streaming_blocks", "halves", "equip_h2o", "paged"])
 def test_steps_in_every_layout_are_compiled_once(layout: str, backend: str) -> None:
     _compiled_once(layout, backend, 200)
 

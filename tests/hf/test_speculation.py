@@ -22,7 +22,7 @@ POLICIES: dict[str, dict[str, float]] = {
     "roco": {"budget": 12},
     "streaming_llm": {"budget": 12},
     "lazy_streaming": {"budget": 12, "R": 5, "sigma": 3, "delta": 2},
-    "equip_h2o": {"budget": 12, "recent": 4},
+    "halves": {"budget": 12, "recent": 4},
     "vatp_scissorhands": {"budget": 12, "sinks": 2, "history": 8},
     "snapkv": {"budget": 34},
     "sparcas": {"tokens": 9, "dims": 4},
@@ -31,7 +31,7 @@ POLICIES: dict[str, dict[str, float]] = {
     "gkv": {"budget": 12, "window": 3, "buffer": 2},
 }
 NEW = 24
-PAIRS = [(family, name) for family in ("llama", "mistral-windowed", "gpt_neox") for name in ("h2o", "equip_h2o", "roco")]
+PAIRS = [(family, name) for family in ("llama", "mistral-windowed", "gpt_neox") for name in ("h2o", "halves", "roco")]
 
 
 def cache_for(name: str, family: str = "llama", backend: str = "auto") -> Any:
@@ -99,7 +99,7 @@ def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), few(PAIRS, ("llama", "equip_h2o"), ("mistral-windowed", "roco"), ("gpt_neox", "h2o"))
+    ("family", "name"), few(PAIRS, ("llama", "halves"), ("mistral-windowed", "roco"), ("gpt_neox", "h2o"))
 )
 def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
     if family == "mistral-windowed" and zoo.WINDOWS_STUMBLE:

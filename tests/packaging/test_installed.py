@@ -163,7 +163,7 @@ def test_what_the_wheel_of_the_laboratory_holds(lab_wheel: Path) -> None:
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert {
         "kvdsl_lab/py.typed", "kvdsl_lab/assets/reference_model/model.safetensors", "kvdsl_lab/eval/trace.html.jinja",
-        "kvdsl_lab/bench/read.cpp", "kvdsl_lab/reproduce/variants/full_blocks.kv",
+        "kvdsl_lab/bench/read.cpp", "kvdsl_lab/reproduce/variants/roco_prompt.kv",
     } <= set(names)  # fmt: skip
     version = kvdsl_lab.__version__
     assert all(name.startswith(("kvdsl_lab/", f"kvdsl_lab-{version}.dist-info/")) for name in names)

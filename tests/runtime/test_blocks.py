@@ -1,4 +1,4 @@
-"""`storage blocks N`: what is computed is to the bit what slots in one piece give; a pool serves rows of different lengths."""
+"""`storage="blocks:N"`: what is computed is to the bit what slots in one piece give; a pool serves rows of different lengths."""
 
 from __future__ import annotations
 
@@ -61,17 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def classes(folder: Path, name: str) -> tuple[Any, Any]:
-    """The policy, and the same in blocks of `block` slots."""
-    if name in WRITTEN:
-        plain, parent, module = kvdsl.load(folder / f"{name}.kv"), title(name), f'"{name}.kv"'
-    else:
-        plain = kvdsl.load(name)
-        parent, module = plain.spec.name, name
-    file = folder / f"{name}_blocks.kv"
-    lines = '  """In blocks."""\n  param block = 5\n  storage blocks block\n'
-    file.write_text(f"kv 1\nimport {module}\n\npolicy {title(name)}Blocks extends {parent} {{\n{lines}}}\n")
-    return plain, kvdsl.load(file)
+def policy(folder: Path, name: str) -> Any:
+    return kvdsl.load(folder / f"{name}.kv" if name in WRITTEN else name)
 
 
 class Run:
@@ -110,11 +101,11 @@ def runs(
 ) -> tuple[Run, Run, Blocks]:
     """In one piece, in blocks of this size, and the layout of the latter."""
     given = GIVEN[name] if given is None else given
-    plain, blocks = classes(folder, name)
-    made = Run(plain.spec, given, backend, **shape), Run(blocks.spec, {**given, "block": size}, backend, **shape)
+    spec = policy(folder, name).spec
+    made = tuple(Run(spec.laid_out(storage), given, backend, **shape) for storage in ("in_place", f"blocks:{size}"))
     layout = made[1].state.layout
     assert isinstance(layout, Blocks)
-    return *made, layout
+    return made[0], made[1], layout
 
 
 def assert_same(blocks: SlotState, plain: SlotState) -> None:
@@ -273,10 +264,10 @@ def test_steps_are_taken_back(folder: Path, name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_in_a_model(folder: Path, backend: str) -> None:
-    plain, blocks = classes(folder, "roco")
+    roco = policy(folder, "roco")
     model, rows = zoo.model("llama"), zoo.prompt(2, 14)
     inputs = zoo.left_padded([rows[0], rows[1, :8]])
-    ours, theirs = blocks(model, budget=10, block=8, backend=backend), plain(model, budget=10, backend=backend)
+    ours, theirs = (roco(model, budget=10, storage=storage, backend=backend) for storage in ("blocks:8", "in_place"))
     for how in ({}, {"num_beams": 2}):
         options = {"max_new_tokens": 20, "do_sample": False, **how}
         found = model.generate(**inputs, **options, **with_cache(ours))
@@ -284,3 +275,23 @@ def test_in_a_model(folder: Path, backend: str) -> None:
         assert all(torch.equal(ours.positions(layer), theirs.positions(layer)) for layer in ours.managed)
         ours.reset()
         theirs.reset()
+
+
+def test_edition_1_states_the_default(tmp_path: Path) -> None:
+    """`storage blocks N` says how a package's caches lie unless they are told; a size may read a param."""
+    file = tmp_path / "paged.kv"
+    lines = '  """In blocks."""\n  param block = 5\n  storage blocks 2 * block\n'
+    file.write_text(f"kv 1\nimport h2o\n\npolicy Paged extends H2O {{\n{lines}}}\n")
+    spec = kvdsl.load(file).spec
+    for given, storage, size in (({}, None, 10), ({"block": 3}, None, 6), ({"block": 3}, "blocks:4", 4), ({}, "blocks", 12)):
+        layout = Run(spec.laid_out(storage), {"budget": 11, **given}).state.layout
+        assert isinstance(layout, Blocks) and layout.size == size  # no block is larger than all slots of a head
+    assert not isinstance(Run(spec.laid_out("in_place"), {"budget": 11}).state.layout, Blocks)
+
+
+@pytest.mark.parametrize(
+    "storage", ["", "paged", "in_place:1", "blocks:", "blocks:0", "blocks:-1", "blocks:1.5", "blocks: 4", 16]
+)
+def test_what_storage_does_not_say(storage: Any) -> None:
+    with pytest.raises(KvdslError, match=r"`storage` is .*; give `in_place`, `blocks`, or `blocks:16`"):
+        kvdsl.load("h2o", storage=storage)

@@ -19,6 +19,7 @@ from kvdsl.runtime.state.slots import SlotState
 
 BATCH, HEADS, DIM, LIVE = 2, 3, 16, 40
 BACKENDS = ("torch", "cpu")
+ROPES = {"equip_h2o": "cached"}
 GIVEN = {
     "h2o": {"recent": 4.0},
     "vatp_h2o": {"recent": 4.0, "sinks": 2.0},
@@ -34,7 +35,10 @@ class Run:
     """A full cache of a policy and a backend to work on it."""
 
     def __init__(self, policy: str, name: str, dtype: torch.dtype = torch.float32) -> None:
-        self.spec, self.dtype = (kvdsl.compile(EMA) if policy == "ema" else kvdsl.load(policy)).spec, dtype
+        self.spec, self.dtype = (
+            (kvdsl.compile(EMA) if policy == "ema" else kvdsl.load(policy, rope=ROPES.get(policy))).spec,
+            dtype,
+        )
         self.backend: Backend = choose(self.spec, name, torch.device("cpu"), dtype)
         self.state = SlotState(self.spec, {"budget": float(LIVE), **GIVEN[policy]})
         self.make = torch.Generator().manual_seed(1)

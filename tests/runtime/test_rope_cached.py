@@ -1,4 +1,4 @@
-"""`rope cached`: rotated halves that are kept give what turning the keys anew gives, for half as much memory again.
+"""`rope="cached"`: rotated halves that are kept give what turning the keys anew gives, for half as much memory again.
 
 To the bit on the torch backend; in C++ up to the order in which two products are added.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Pairing, Rope
@@ -24,13 +25,10 @@ HEADS, DIM = 2, 24
 
 
 @pytest.fixture(scope="session")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """EQUIP_H2O, and the same that turns keys whenever it reads them."""
-    file = tmp_path_factory.mktemp("rope") / "fused.kv"
-    file.write_text(
-        'kv 1\nimport equip_h2o\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n'
-    )
-    return kvdsl.load("equip_h2o").spec, kvdsl.load(file).spec
+def specs() -> tuple[Any, Any]:
+    """EQUIP_H2O that keeps rotated halves, and the same that turns keys whenever it reads them."""
+    spec = kvdsl.load("equip_h2o").spec
+    return spec.laid_out(rope="cached"), spec.laid_out(rope="fused")
 
 
 class Run:
@@ -123,12 +121,25 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path, backend: str) -> None:
-    file = tmp_path / "paged.kv"
-    file.write_text('kv 1\nimport equip_h2o\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
-    spec = kvdsl.load(file).spec
+def test_in_blocks_as_well(specs: tuple[Any, Any], backend: str) -> None:
+    spec = specs[0].laid_out("blocks:4")
     blocks, plain = Run(spec, backend), Run(specs[0], backend)
     blocks.state = slot_state(spec, {"budget": 12.0, "recent": 4.0})
     blocks.backend.prefill(blocks.state, blocks.call(30, 0, torch.arange(30) >= torch.tensor([[0], [7]])))
     for seed in range(1, 15):
         assert torch.equal(blocks.step(seed), plain.step(seed))
+
+
+def test_edition_1_states_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "halves.kv"
+    file.write_text('kv 1\nimport equip_h2o\n\npolicy Halves extends EQUIP_H2O {\n  """Kept."""\n  rope cached\n}\n')
+    found = kvdsl.load(file).spec
+    assert found.rope_cached and not found.laid_out(rope="fused").rope_cached
+
+
+def test_what_is_never_turned_has_no_halves() -> None:
+    with pytest.raises(KvdslError, match=r"H2O counts positions in the text.*leave `rope` out"):
+        kvdsl.load("h2o", rope="cached")
+    assert kvdsl.load("h2o", rope="fused") is kvdsl.load("h2o")
+    with pytest.raises(KvdslError, match="`rope` is 'kept'; give `fused` or `cached`"):
+        kvdsl.load("equip_h2o", rope="kept")

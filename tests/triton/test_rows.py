@@ -39,6 +39,7 @@ SHIPPED: dict[str, dict[str, float]] = {
     "sparcas": {"budget": 16},
     "quest": {"budget": 16, "page": 4},
 }
+ROPES = {"equip_h2o": "cached"}
 WRITTEN = {
     "a hard cap": "param budget = 12\nscore sum(attn)\nkeep last 3\ncap hard",
     "heads agree": "param budget = 12\nvictims shared by heads\nscore sum(attn)\npositions compact\ntrigger overflow >= 2",
@@ -78,7 +79,7 @@ def of_rows(one: AttentionCall, rows: list[int]) -> AttentionCall:
 
 @pytest.mark.parametrize("name", [*SHIPPED, *WRITTEN])
 def test_some_caches_of_many_are_what_each_is_alone(name: str) -> None:
-    spec: PolicySpec = kvdsl.load(name).spec if name in SHIPPED else spec_of(WRITTEN[name])
+    spec: PolicySpec = kvdsl.load(name, rope=ROPES.get(name)).spec if name in SHIPPED else spec_of(WRITTEN[name])
     given = SHIPPED.get(name, {"budget": 12})
     backend, generator = TritonBackend(spec, CPU, torch.float32), torch.Generator().manual_seed(0)
     rows, state = caches(backend, spec, given)

@@ -68,7 +68,8 @@ def test_no_page_has_more_slots_than_the_longest_text() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        *(Settings(policy, (("budget", 12),)) for policy in ("equip_h2o", "streaming_llm", "h2o")),
+        Settings("equip_h2o", (("budget", 12),), rope="cached"),
+        *(Settings(policy, (("budget", 12),)) for policy in ("streaming_llm", "h2o")),
         Settings("snapkv", (("budget", 36),)), Settings("quest", (("tokens", 16),)), Settings("sparcas", (("dims", 4), ("tokens", 16))),
         Settings("keydiff_blocks", (("budget", 12), ("block", 32))),  # of 40 tokens 12 and the 8 of an unfinished block are left
     ],
@@ -93,7 +94,7 @@ def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
 )
 def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
     """Where nothing else lies there than what the prompt's end writes anew; of what was there before nothing is seen."""
-    settings = Settings(policy, (("budget", budget),))
+    settings = Settings(policy, (("budget", budget),), rope="cached" if policy == "equip_h2o" else None)
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     blocks, state = torch.full((3, found.bytes), 255, dtype=torch.uint8), settings.state(0, 1)  # numbers that are none
     found.adopt(state, found.views(blocks[1]))
@@ -117,7 +118,8 @@ def test_what_steps_of_an_accelerator_keep_has_its_place_in_a_page(policy: str) 
     pytest.importorskip("triton", reason="steps of an accelerator are Triton's")
     from kvdsl.runtime.gpu.rows import Rows
 
-    settings = Settings(policy, (("budget", 40),) if policy.startswith("equip") else ())
+    equip = policy.startswith("equip")
+    settings = Settings(policy, (("budget", 40),) if equip else (), rope="cached" if equip else None)
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST, aligned=True)
     blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
     found.adopt(state, found.spread(blocks, state))

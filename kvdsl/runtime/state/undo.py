@@ -47,7 +47,7 @@ class Before:
         """Note what the state's next token may overwrite."""
         whole = {name: getattr(state, name).clone() for name, one in state.declared.items() if one.noted}
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
-        unknown = state.spec.hard_cap or "block" in state.spec.numbers
+        unknown = state.spec.hard_cap or state.spec.in_blocks
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
         keys, values = (state.keys.clone(), state.values.clone()) if slot is None else state.layout.read(slot)
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))

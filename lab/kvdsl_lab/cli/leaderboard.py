@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option, refuse_triton
+from kvdsl.cli.options import BACKENDS, dtype_option, memory_options, model_option, policies_option, refuse_triton
 from kvdsl_lab.cli.measuring import names, quick_option, text_option
 
 
@@ -51,13 +51,15 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @click.option("--fresh", is_flag=True, help="Forget what was measured before.")
 @click.option("--no-plots", is_flag=True, help="Tables only.")
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@memory_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the texts.")
 @dtype_option
 @json_option
 def command(
     policies: str, rates: str, tokens: str, same_bytes: bool, claim: str | None, tasks: str | None, length: int, items: int,
     minutes: float | None, workers: int | None,
-    model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, seed: int, dtype: str | None, as_json: bool,
+    model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, memory: dict[str, str],
+    seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Policies × budgets × tasks on a model, with differences that are told from chance.
 
@@ -101,7 +103,7 @@ def command(
     book = all_books() if text is None else read_text(text)
     policy_names = tuple(dict.fromkeys(["full", *wanted, *claiming]))
     budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
-    plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes)
+    plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes, tuple(memory.items()))
     todo = chosen(None if tasks is None else names(tasks))
     bench = run.Bench(plan)
     check_length(bench.lab.model, length + 256)
@@ -109,7 +111,7 @@ def command(
     facts = {
         "model": model or "reference", "dtype": kind, "length": length, "seed": seed,
         "pieces": "disjoint", "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
-        **({"same bytes": True} if same_bytes else {}),
+        **({"same bytes": True} if same_bytes else {}), **memory,
     }  # fmt: skip
     count = workers or os.cpu_count() or 1
     with progress("leaderboard", items * len(todo)) as tick:

@@ -26,7 +26,7 @@ from typing import Any
 from kvdsl.budget import is_rate
 from kvdsl.compiler import analyse
 from kvdsl.errors import KvdslError
-from kvdsl.explain.facts import facts
+from kvdsl.explain.facts import facts, laid_out
 from kvdsl.runtime.hf.versions import text_config
 from kvdsl.shipped import find_policy
 from kvdsl_lab.eval.benchmarks.run import claim
@@ -55,6 +55,7 @@ class Plan:
         rates, tokens: budgets of prompts, and of tasks that decode.
         backend: what runs the policies.
         same_bytes: whether a policy gets so much less of a budget that it takes no more bytes than keys, values and positions do.
+        memory: how caches lie in memory, as `kvdsl.load` takes it.
     """
 
     model: str | None
@@ -67,6 +68,7 @@ class Plan:
     tokens: tuple[float, ...]
     backend: str
     same_bytes: bool = False
+    memory: tuple[tuple[str, str], ...] = ()
 
     def budgets(self, task: Task) -> tuple[float, ...]:
         """Those of a task."""
@@ -83,11 +85,12 @@ class Bench:
         model, tokenizer = load_model(plan.model, plan.dtype)
         self.plan = plan
         self.lab = Lab(widened(model), tokenizer, plan.book, plan.length, plan.seed)
-        self.policies = Policies(plan.policies, {}, plan.backend)
+        self.policies = Policies(plan.policies, dict(plan.memory), plan.backend)
 
     def compiled(self, policy: str) -> str:
-        """Which text of the policy, compiled by which compiler: the digest that its package is named by."""
-        return self.policies.classes[policy].__module__.partition(".")[0].rpartition("_")[2]
+        """Which text of the policy, compiled by which compiler, in which memory: the digest that its package is named by, and that."""
+        package = self.policies.classes[policy].__module__.partition(".")[0].rpartition("_")[2]
+        return " ".join((package, *(value for _, value in self.plan.memory)))
 
     def pairs(self, task: Task) -> list[Pair]:
         """Every policy with every budget of the task."""
@@ -105,7 +108,11 @@ class Bench:
         """By policy, what a slot takes, and of that what a window's does without, in bytes."""
         config, dtype = text_config(self.lab.model), str(self.lab.model.dtype).removeprefix("torch.")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        told = {name: facts(analyse(find_policy(name)).policy, head_dim, dtype) for name in self.plan.policies}
+        told = {}
+        for name in self.plan.policies:
+            policy = analyse(find_policy(name)).policy
+            rope = dict(self.plan.memory).get("rope") if policy.positions == "compact" else None
+            told[name] = facts(laid_out(policy, rope=rope), head_dim, dtype)
         return {name: (one.bytes_per_token + one.rotated_half, one.beyond_a_window) for name, one in told.items()}
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:

@@ -14,6 +14,11 @@ NAMES = {
 }  # fmt: skip
 
 
+def memory(policy: str) -> dict[str, str]:
+    """How a policy's cache lies in memory in the paper: EQUIP's own keep every key's rotated half."""
+    return {"rope": "cached"} if policy.startswith("equip_") else {}
+
+
 def named(rows: Sequence[Row]) -> list[Row]:
     """Rows with the names that the paper has for policies."""
     return [{**row, "policy": NAMES[row["policy"]]} for row in rows]

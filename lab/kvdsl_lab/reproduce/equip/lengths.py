@@ -14,7 +14,6 @@ from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VARIANTS = Path(__file__).parents[1] / "variants"
 SHAPE = "llama-2-7b:2"
 BATCH, BUDGET = 8, 256
 
@@ -31,14 +30,14 @@ def _row(row: Row, length: int) -> Row:
     }
 
 
-def _generated(setup: Setup, length: int, names: Sequence[str]) -> list[Row]:
-    """A token's time behind one prompt of that length, which all rows share."""
+def _generated(setup: Setup, length: int, names: Sequence[str], **memory: str) -> list[Row]:
+    """A token's time behind one prompt of that length, which all rows share, with caches that lie in memory so."""
     from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.generate import bench_generate
 
     shape, batch, budget, new = setup.size((SHAPE, BATCH, BUDGET, 24), ("tiny:2", 2, 16, 4))
     model = layers(setup, shape)
-    wanted = contenders(names, {}, [budget], model, setup.backend)
+    wanted = contenders(names, memory, [budget], model, setup.backend)
     return [
         _row(row, length) for row in bench_generate(model, prompt(setup, model, length), new, wanted, rows=batch, repeats=1)
     ]
@@ -111,9 +110,13 @@ _PAGED = {"full_blocks": "all tokens", "streaming_llm_blocks": "StreamingLLM"}
 
 
 def _paged_cells(setup: Setup) -> Iterator[Cell]:
-    names = tuple(str(VARIANTS / f"{name}.kv") for name in _PAGED)
     for length in setup.size((1024, 4096), (16, 48)):
-        yield Cell(f"{length} tokens", partial(_generated, length=length, names=names))
+        yield Cell(f"{length} tokens", partial(_paged, length=length))
+
+
+def _paged(setup: Setup, length: int) -> list[Row]:
+    rows = _generated(setup, length, ("full", "streaming_llm"), storage="blocks:16")
+    return [{**row, "policy": f"{row['policy']}_blocks"} for row in rows]
 
 
 def _paged_table(rows: Sequence[Row]) -> list[Row]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvdsl_lab.reproduce import plots
-from kvdsl_lab.reproduce.equip.common import NAMES, ROTATED, layers, prompt
+from kvdsl_lab.reproduce.equip.common import NAMES, ROTATED, layers, memory, prompt
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of, within
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def race(
     from kvdsl_lab.bench.generate import bench_generate
 
     model, new = layers(setup, shape, kind), setup.size(12, 4)
-    wanted = contenders([policy, SHIFT + policy, FRESH + policy], {}, [budget], model, setup.backend)
+    wanted = contenders([policy, SHIFT + policy, FRESH + policy], memory(policy), [budget], model, setup.backend)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
