@@ -47,10 +47,10 @@ def _code(
     return code
 
 
-def _policy(*statements: str) -> str:
+def _policy(*statements: str, edition: int = 1) -> str:
     """A file with one policy of these statements."""
     lines = "".join(f"  {statement}\n" for statement in statements)
-    return f'kv 1\n\npolicy Example {{\n  "An example."\n{lines}}}\n'
+    return f'kv {edition}\n\npolicy Example {{\n  "An example."\n{lines}}}\n'
 
 
 _BUDGET = "param budget = 512"
@@ -116,6 +116,13 @@ EDITION_MISSING = _code(
     "as it was meant. Without the line the current edition is assumed.",
     'policy Example {\n  "An example."\n}\n',
     severity="warning",
+)
+GONE = _code(
+    "KV0117",
+    "not in this edition",
+    "Edition 2 has fewer words than edition 1: what one policy used, or none, is said with others. A file of edition 1 goes on meaning "
+    "what it means; `kvdsl fmt --upgrade` rewrites it.",
+    _policy(_BUDGET, "score mean(sum(attn) over page)", edition=2),
 )
 EDITION = _code(
     "KV0110",

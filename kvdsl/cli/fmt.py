@@ -36,13 +36,15 @@ class Formatted:
 @click.command()
 @click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.files)
 @click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
+@click.option("--upgrade", is_flag=True, help="Rewrite files of an older edition in the newest one, too, where that means the same.")
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
-def command(files: tuple[str, ...], check: bool, diff: bool) -> None:
+def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool) -> None:
     """Lay out policies in the canonical way.
 
     FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without any, all .kv
     files below the current folder are formatted. Comments, strings and numbers stay as they are written; a file with syntax
-    errors is left alone.
+    errors is left alone. With --upgrade a file is left alone, too, that has something to be rewritten by hand, of which the reports say
+    what; what is rewritten keeps the same tokens.
 
     \b
     Examples:
@@ -50,6 +52,7 @@ def command(files: tuple[str, ...], check: bool, diff: bool) -> None:
       kvdsl fmt --diff mine.kv       what would change?
       kvdsl fmt --check policies     for CI: is everything formatted?
       kvdsl fmt - < mine.kv
+      kvdsl fmt --upgrade --diff .   what would be `kv 2`?
     """
     if "-" in files and len(files) > 1:
         raise click.UsageError("`-` stands alone")
@@ -57,7 +60,7 @@ def command(files: tuple[str, ...], check: bool, diff: bool) -> None:
     if not names:
         error("there is no .kv file to format")
         finish(COULD_NOT_RUN)
-    found = [_formatted(name) for name in names]
+    found = [_formatted(name, upgrade) for name in names]
     for one in found:
         report(one.diagnostics)
         if diff and one.changed:
@@ -73,7 +76,7 @@ def command(files: tuple[str, ...], check: bool, diff: bool) -> None:
     finish(FINDINGS if (check or diff) and any(one.changed for one in found) else CLEAN)
 
 
-def _formatted(name: str) -> Formatted:
+def _formatted(name: str, upgrade: bool) -> Formatted:
     from kvdsl.diagnostics import Sink
     from kvdsl.syntax.formatter import format_source
     from kvdsl.syntax.reader import decode, read_bytes
@@ -84,6 +87,10 @@ def _formatted(name: str) -> Formatted:
     source = None if data is None else decode(data, sink, name, path)
     if data is None or source is None:
         return Formatted(name, "", None, sink.sorted())
+    if upgrade:
+        from kvdsl.sema.upgrade import upgraded
+
+        return Formatted(name, data.decode(), upgraded(source, sink), sink.sorted())
     return Formatted(name, data.decode(), format_source(source, sink), sink.sorted())
 
 

@@ -147,7 +147,7 @@ def print_number(value: float) -> str:
 
 
 def print_policy(policy: Policy) -> str:
-    """A whole policy, flat: with what it inherits, and without its lets."""
+    """A whole policy, flat: with what it inherits, and without its lets; in edition 1, which has a word for all that there is."""
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
     lines += [print_tensor(tensor) for tensor in policy.tensors]
@@ -163,7 +163,7 @@ def print_policy(policy: Policy) -> str:
         lines.append("keep last 0")
     lines += _rest(policy)
     body = "".join(f"  {line}\n" for line in lines)
-    return f"kv {policy.edition}\n\npolicy {policy.name} {{\n{body}}}\n"
+    return f"kv 1\n\npolicy {policy.name} {{\n{body}}}\n"
 
 
 def _param(param: Param) -> str:

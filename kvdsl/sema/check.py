@@ -14,7 +14,6 @@ from kvdsl.ir.visitors import walk
 from kvdsl.sema.combinations import Combinations
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
-from kvdsl.sema.modules import EDITION
 from kvdsl.sema.names import check_stem
 from kvdsl.sema.params import Params
 from kvdsl.sema.protected import Protected
@@ -176,10 +175,16 @@ class Checker:
                 statics.warn_of_selection(parts.exprs)
             statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
 
+    def _keeps_the_newest(self, parts: Parts) -> bool:
+        """Whether the newest token stays without a `keep last`: in edition 1, which the file tells that first had a budget or a selection."""
+        placed = [self.flat.settings[keyword][0].level for keyword in ("budget", "select") if keyword in self.flat.settings]
+        if "budget" in self.flat.names and parts.expr("budget") is not None:
+            placed.append(self.flat.names["budget"].since)
+        return bool(placed) and self.flat.modules[min(placed)].edition == 1
+
     def _policy(self, parts: Parts, read: set[str]) -> ir.Policy:
         keeps = [keep.ir for keep in parts.keeps]
-        protects = parts.expr("budget") is not None or "select" in self.flat.settings
-        if protects and not any(keep.scope == "last" for keep in keeps):
+        if self._keeps_the_newest(parts) and not any(keep.scope == "last" for keep in keeps):
             keeps.append(ir.Keep(scope="last", count=ir.Number(value=1)))
         nothing = ir.Keep(scope="last", count=ir.Number(value=0))
         words: dict[str, Any] = dict(parts.words)
@@ -190,7 +195,7 @@ class Checker:
             for name in ("budget", "measured", "across", "score", "pages", "pages_after", "block", "prefill_block")
         }
         return ir.Policy(
-            edition=EDITION,
+            edition=self.flat.module.edition,
             name=self.flat.syntax.name.text,
             stem=self.flat.module.file.stem,
             doc=_docstring(self.flat.syntax),

@@ -38,6 +38,9 @@ _OF_ALL_HEADS = (
 )
 """Numbers of the IR that the KV heads of a layer have in common."""
 
+_SAID_BY = {"victims": "score", "prefill": "when"}
+"""Statements that say what one of edition 1 said: `score mean(x over heads)`, `when prefill blocks of 512`."""
+
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
 
 
@@ -86,7 +89,8 @@ class Combinations:
         return not self.flat.broken & {ANYTHING, A_STATEMENT, *keywords} and not any(map(self._has, keywords))
 
     def _span(self, keyword: str) -> Span:
-        return self.flat.settings[keyword][-1].statement.span
+        said = keyword if keyword in self.flat.settings else _SAID_BY.get(keyword, keyword)
+        return self.flat.settings[said][-1].statement.span
 
     def _refuse(self, code: Code, keyword: str, message: str, help: str | None, other: str | None = None) -> None:
         """Reports a statement, and shows the other one that it does not go with."""

@@ -311,10 +311,10 @@ class Expressions:
 
     def _call(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
-        definition = scope.find(name)
-        if isinstance(definition, LetName) and definition.let.parameters is not None:
-            definition.used = True
-            return self._expand(node, definition, definition.let.parameters, scope)
+        function, definition = scope.function(name), scope.find(name)
+        if function is not None and function.let.parameters is not None:
+            function.used = True
+            return self._expand(node, function, function.let.parameters, scope)
         if isinstance(definition, Bound) and definition.value is None:
             return None
         if definition is not None or name in NAMED_INPUTS:

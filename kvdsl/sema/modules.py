@@ -10,13 +10,15 @@ from types import MappingProxyType
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
 from kvdsl.helps import Help, add, begin, both, instead, named_and_imported, offer
+from kvdsl.sema.editions import check_edition
 from kvdsl.shipped import all_policies, is_shipped_like_a_file, shipped_policy, stems_by_name
 from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
 from kvdsl.syntax.shape import parse_module
 
-EDITION = 1
+EDITION = 2
+"""The newest edition of the language."""
 MAX_IMPORTS = 16
 
 NO_TEXTS: Mapping[Path, str] = MappingProxyType({})
@@ -101,6 +103,7 @@ class Loader:
         syntax = parse_module(source, self.sink)
         self._check_editions(syntax)
         module = Module(syntax)
+        check_edition(syntax, module.edition, self.sink)
         identity = None if source.path is None else source.path.resolve()
         if identity is not None:
             self._loaded[identity] = module
@@ -144,9 +147,9 @@ class Loader:
             message = "the edition is given twice"
             self.sink.report(codes.EDITION, edition.span, message, labels=[Label(first.span, "first here")])
         for edition in module.editions:
-            if edition.text != str(EDITION):
+            if edition.text not in map(str, range(1, EDITION + 1)):
                 message = f"unknown edition `{edition.text}`"
-                self.sink.report(codes.EDITION, edition.span, message, offer(f"this kvdsl knows `kv {EDITION}`"))
+                self.sink.report(codes.EDITION, edition.span, message, offer(f"the newest that this kvdsl knows is `kv {EDITION}`"))
 
     def _import(self, statement: syn.Import, importer: SourceFile) -> Module | None:
         found = self._shipped(statement) if statement.shipped else self._beside(statement, importer)

@@ -76,6 +76,16 @@ class Scope:
             scope = scope.outer
         return None
 
+    def function(self, name: str) -> LetName | None:
+        """The function of a name, the innermost first: values of the same name, a param `page`, do not hide it."""
+        scope: Scope | None = self
+        while scope is not None:
+            found = scope.names.get(name)
+            if isinstance(found, LetName) and found.let.parameters is not None:
+                return found
+            scope = scope.outer
+        return None
+
     def known(self) -> Iterator[str]:
         """Every name that can be read here."""
         scope: Scope | None = self

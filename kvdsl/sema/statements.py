@@ -40,12 +40,6 @@ from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
-MEMORY = {
-    "storage": 'give `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
-    "rope": 'give `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
-}
-"""The statements of edition 1 that say how a cache lies in memory, and what is done in their place."""
-
 COUNTS = ("trigger", "slack", "max_drop")
 PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 """The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
@@ -221,10 +215,7 @@ class Statements:
     def _setting(self, statement: syn.Setting, placed: Placed) -> None:
         """A word, an expression, or both."""
         keyword = statement.keyword
-        if keyword in MEMORY and placed.module.edition > 1:
-            message = f"edition {placed.module.edition} has no `{keyword}`: it changes nothing of what stays, and is an option of the cache"
-            self.sink.report(codes.STATEMENT, statement.span, message, f"leave it out, and {MEMORY[keyword]}")
-        elif statement.word is not None:
+        if statement.word is not None:
             self._word(keyword, statement.word, statement.value, placed)
         elif statement.value is not None and keyword == "score":
             self._score(statement.value, placed)
@@ -242,6 +233,9 @@ class Statements:
         elif word.text == "blocks" and value is None:
             help = offer(f"for example `{_BLOCKS[keyword][1]}`", at=placed.statement.span)
             self.sink.report(codes.BLOCKS, word.span, f"`{keyword} blocks` says how many tokens a block has", help)
+        elif keyword == "when" and value is not None:
+            self.parts.words["prefill"] = "blocks"
+            self._number("prefill_block", value, placed, "the size of a prompt's blocks", 1)
         elif word.text == "blocks" and value is not None:
             self._number(_BLOCKS[keyword][0], value, placed, f"the size of `{keyword} blocks`", 1)
         elif value is not None:
@@ -288,6 +282,8 @@ class Statements:
         measured = value if reads_data(value.expr) else None
         if not (self._is_budget(value, span) if measured is None else self._is_measured(measured, span)):
             return None
+        if measured is not None and statement.most is None and (bounded := _bounded(measured)) is not None:
+            return bounded[0], value, Part(bounded[1], span)
         if most is None or statement.most is None:
             return measured, value, None
         if not self._is_budget(most, statement.most.span):
@@ -349,6 +345,10 @@ class Statements:
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, SCORE)
+        if value is not None and _is_mean_over_heads(value) and not {"across", "across_layers.floor"} & self.parts.exprs.keys():
+            assert isinstance(value.expr, ir.Reduce)
+            self.parts.words["victims"] = "heads"
+            value = replace(value, expr=value.expr.body)
         if value is not None and self._orders_slots(value, node.span, SCORE):
             self.parts.exprs["score"] = Part(value.expr, node.span)
         else:
@@ -433,3 +433,21 @@ class Statements:
         if value is None or (scope == "where" and not self.expressions.condition(value, node.span, "`keep where`")):
             return None
         return Part(value.expr, node.span) if self._orders_slots(value, node.span, what) else None
+
+
+def _is_mean_over_heads(value: Value) -> bool:
+    """Whether all KV heads of a layer have the same score for a token, so that they lose the same ones."""
+    expr = value.expr
+    over_heads = isinstance(expr, ir.Reduce) and expr.axis is ir.Axis.HEAD and expr.op == "mean" and expr.where is None
+    return over_heads and ir.Axis.SLOT in value.axes
+
+
+def _bounded(measured: Value) -> tuple[Value, ir.Expr] | None:
+    """Of `min(x, n)`, where x reads the data and n does not, both."""
+    expr = measured.expr
+    if not (isinstance(expr, ir.Call) and expr.function == "min"):
+        return None
+    for value, most in (expr.args, expr.args[::-1]):
+        if reads_data(value) and not reads_data(most):
+            return replace(measured, expr=value), most
+    return None

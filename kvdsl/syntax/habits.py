@@ -48,10 +48,10 @@ NAMES: dict[str, str] = dict([
 ])  # fmt: skip
 """Names in expressions."""
 
-IDS = frozenset("token token_id token_ids input_ids id is_special special newline separator text word role".split())
+IDS = frozenset(["token", "token_id", "token_ids", "input_ids", "id", "is_special", "special", "newline", "separator", "text", "word", "role"])
 """Names of what a policy does not read of a token, but the caller may give."""
 
-TURNS = frozenset("turn turns current_turn turn_start last_turn".split())
+TURNS = frozenset(["turn", "turns", "current_turn", "turn_start", "last_turn"])
 
 
 def of_name(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """From text to tokens. The terminals are the grammar's own; this adds what Lark's lexer has no notion of:
 
 - a line's end counts only outside of parentheses that are closed,
-- brackets belong to `tensor` lines: anywhere else they are strays,
+- brackets belong to `input` and `tensor` lines: anywhere else they are strays,
 - whatever matches no terminal is reported and skipped.
 
 A word is a NAME here; the parser makes it a keyword where one may stand (`kvdsl.syntax.parser`).
@@ -123,12 +123,12 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
 
 _BRACKETS = ("LSQB", "RSQB")
 _TENSOR = re.compile(
-    r'(?:^|[;{,"\']|\bwith\b)[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z', re.MULTILINE
+    r'(?:^|[;{,"\']|\bwith\b)[ \t]*(?:override[ \t]+)?(?:tensor|input)\b[^;{}\n]*\Z', re.MULTILINE
 )  # a docstring or a clause may stand before it
 
 
 def _in_tensor(text: str, at: int) -> bool:
-    """Whether a `tensor` statement begins before a place on its line."""
+    """Whether a `tensor` or `input` statement begins before a place on its line."""
     return _TENSOR.search(text, text.rfind("\n", 0, at) + 1, at) is not None
 
 

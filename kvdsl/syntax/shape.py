@@ -96,9 +96,9 @@ class _Shaper:
             return self._param(tree, override)
         if kind == "let":
             return self._let(tree, override)
-        if kind == "tensor":
+        if kind in ("tensor", "input_file"):
             return self._tensor(tree, override)
-        if kind == "given":
+        if kind in ("given", "input"):
             name, default = tree.children
             known = None if default is None else self._expr(default)
             return syn.Given(self._span(tree), self._word(name), known, override)

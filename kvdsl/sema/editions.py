@@ -1,0 +1,76 @@
+"""What an edition of the language has no more, and what is written instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+GONE = {
+    "tensor": "write `input` for `tensor`",
+    "given": "write `input` for `given`",
+    "pages": "leave it out, and say the page where it is read: `mean(k over slots by page(16))`",
+    "victims": "leave it out, and reduce the score: `score mean(... over heads)`",
+    "layers": "leave it out, and say it in the budget: `budget where(layer >= 2, budget, everything)`",
+    "storage": 'leave it out, and give `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
+    "rope": 'leave it out, and give `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
+    "cap": "leave it out, and write `budget budget - 1`: then the cache holds `budget` tokens while a query attends, too",
+    "prefill": "leave it out, and say it behind `when`: `when prefill blocks of 512`, or `when both blocks of 512`",
+}
+"""Statements of edition 1 by their first word, and what edition 2 has in their place."""
+
+_RANGES = {
+    "page": "write `over slots by page(16)`, with the page's length",
+    "next page": "compare pages: with `let part = page(16)`, `over slots as j where j.part == part + 1`",
+    "others": "write `over slots as j where j.position != position`, and `j.x` for `other(x)`",
+}
+_FUNCTIONS = {
+    "other": "name the other slot: `over slots as j`, and `j.x`",
+    "count": "`age + 1` queries could see a slot, its own token's included",
+    "median": "rank the values: `rank(x) == floor(live / 2)` holds for the middle one",
+}
+
+
+def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
+    """Reports what the file's edition has no more."""
+    if edition == 1:
+        return
+    for span, what, help in _gone(module):
+        sink.report(codes.GONE, span, f"edition {edition} has no {what}", help)
+
+
+def _gone(module: syn.Module) -> Iterator[tuple[Span, str, str]]:
+    for policy in module.policies:
+        for statement in policy.statements:
+            yield from _of_statement(statement)
+    for item in (*module.policies, *module.lets):
+        yield from _of_expressions(item)
+
+
+def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
+    words = statement.span.text.split()
+    word = words[1] if words[0] == "override" else words[0]
+    if word in GONE:
+        yield statement.span, f"`{word}`", GONE[word]
+    elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
+        yield statement.span, "bare `keep`", "write out what the policy keeps, or begin anew without `extends`"
+    elif isinstance(statement, syn.Param) and statement.unit is not None:
+        yield statement.unit.span, "units", "leave it out; a docstring or a comment can say it"
+    elif isinstance(statement, syn.Budget) and statement.most is not None:
+        value, most = statement.value.span.quoted(), statement.most.span.quoted()
+        yield statement.most.span, "`at most`", f"write `budget min({value}, {most})`"
+
+
+def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
+    """The ranges and functions in a tree."""
+    if isinstance(node, syn.Over) and node.axis.text in _RANGES:
+        yield node.span, f"`over {node.axis.text}`", _RANGES[node.axis.text]
+    if isinstance(node, syn.Call) and node.function.text in _FUNCTIONS:
+        yield node.function.span, f"`{node.function.text}`", _FUNCTIONS[node.function.text]
+    for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():
+        if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, syn.Word)):
+            yield from _of_expressions(part)

@@ -1,0 +1,167 @@
+"""From one edition to the next: a file that says the same in fewer words.
+
+What is rewritten is what has one form in the new edition. A file with anything else stays as it is, with a report that says what to
+write by hand; so does one whose policies would keep other tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvdsl import codes
+from kvdsl.compiler import analyse
+from kvdsl.diagnostics import Sink
+from kvdsl.ir.nodes import Policy
+from kvdsl.passes.fold import fold
+from kvdsl.passes.normal import normal
+from kvdsl.sema.editions import check_edition
+from kvdsl.sema.modules import EDITION, Loader, Module
+from kvdsl.source import SourceFile, Span
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.formatter import format_source
+from kvdsl.syntax.shape import parse_module
+
+Edit = tuple[Span, str]
+
+
+def upgraded(source: SourceFile, sink: Sink) -> str | None:
+    """The text of a file in the newest edition; None after reports of what has to be written by hand.
+
+    Args:
+        source: a file without errors.
+    """
+    module = Loader(sink).load(source)
+    if sink.failed() or module.edition == EDITION:
+        return None if sink.failed() else source.text
+    text = source.text
+    for span, new in sorted(_edits(module), key=lambda edit: edit[0].start, reverse=True):
+        text = text[: span.start] + new + text[span.end :]
+    made = replace(source, text=text)
+    laid_out = format_source(made, sink)
+    if laid_out is None:
+        return None
+    before, left = Sink(), Sink()
+    check_edition(module.syntax, EDITION, before)
+    check_edition(parse_module(made, left), EDITION, left)
+    if left.failed():
+        messages = {one.message for one in left}
+        for one in before.sorted():
+            if one.message in messages:
+                sink.report(codes.GONE, one.span, f"{one.message}: rewrite it by hand", one.help)
+        return None
+    return laid_out if _means_the_same(source, made, sink) else None
+
+
+def _edits(module: Module) -> Iterator[Edit]:
+    for edition in module.syntax.editions:
+        yield _word(edition.span, edition.text), str(EDITION)
+    for item in (*module.syntax.policies, *module.syntax.lets):
+        pages = next((one for one in getattr(item, "statements", ()) if isinstance(one, syn.Pages)), None)
+        yield from _in_expressions(item, pages)
+    for policy in module.syntax.policies:
+        yield from _of_policy(policy, module)
+
+
+def _word(span: Span, word: str) -> Span:
+    """Where a word stands first in a place."""
+    found = re.search(rf"\b{re.escape(word)}\b", span.text)
+    assert found is not None
+    return span.file.span(span.start + found.start(), span.start + found.end())
+
+
+def _line(statement: syn.Statement) -> Span:
+    """A statement with the end of its line, or the `;` behind it."""
+    text, end = statement.span.file.text, statement.span.end
+    behind = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|;[ \t]*)?").match(text, end)
+    assert behind is not None
+    return statement.span.file.span(statement.span.start, behind.end())
+
+
+def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
+    words = {one.keyword: one for one in policy.statements if isinstance(one, syn.Setting)}
+    for statement in policy.statements:
+        if isinstance(statement, (syn.Tensor, syn.Given)):
+            old = "tensor" if isinstance(statement, syn.Tensor) else "given"
+            if re.match(rf"(override\s+)?{old}\b", statement.span.text):
+                yield _word(statement.span, old), "input"
+        elif isinstance(statement, syn.Pages):
+            yield _line(statement), ""
+        elif isinstance(statement, syn.Budget) and statement.most is not None:
+            value, most = statement.value.span, statement.most.span
+            yield value.to(most), f"min({value.text}, {most.text})"
+        elif isinstance(statement, syn.Param) and statement.unit is not None:
+            yield statement.unit.span, ""
+    yield from _of_words(words)
+    yield from _of_keeps(policy, module)
+
+
+def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
+    """`prefill blocks of N` behind `when`; victims that heads share as the score's mean."""
+    blocks, when = words.get("prefill"), words.get("when")
+    if blocks is not None and blocks.word is not None and blocks.value is not None:
+        said = f" blocks of {blocks.value.span.text}"
+        yield (_line(blocks), "") if when is not None else (blocks.span, f"when both{said}")
+        if when is not None:
+            yield when.span, when.span.text + said
+    victims, score = words.get("victims"), words.get("score")
+    if victims is not None and victims.word is not None and score is not None and score.value is not None:
+        if victims.word.text == "heads":
+            yield _line(victims), ""
+            span = score.value.span
+            yield span.file.span(span.start, span.start), "mean("
+            yield span.file.span(span.end, span.end), " over heads)"
+
+
+def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
+    """The newest token, which edition 1 keeps where no line says how many of the last ones stay."""
+    before = analyse(module.file)
+    keeps = [one for one in policy.statements if isinstance(one, syn.Keep)]
+    for one in keeps:
+        if one.scope == "last" and policy.parent is None and isinstance(one.count, syn.Constant) and one.count.value == 0:
+            yield _line(one), ""
+    said = any(one.scope == "last" for one in keeps)
+    own = any(
+        isinstance(one, (syn.Budget, syn.Select)) or (isinstance(one, syn.Param) and one.name.text == "budget" and not one.override)
+        for one in policy.statements
+    )
+    kept = any(one.scope == "last" for policy in before.policies for one in policy.keeps)
+    if own and kept and not said and policy.parent is None:
+        last = policy.statements[-1].span
+        after = next((one.span for one in policy.statements if isinstance(one, syn.Setting) and one.keyword == "score"), last)
+        after = keeps[-1].span if keeps else after
+        yield after.file.span(after.end, after.end), "\nkeep last 1"
+
+
+def _in_expressions(node: Any, pages: syn.Pages | None) -> Iterator[Edit]:
+    """`over page` by the key that counts pages."""
+    if isinstance(node, syn.Call):
+        for argument in node.arguments:
+            over = argument.over
+            if over is not None and over.axis.text == "page" and pages is not None:
+                after = "" if pages.after is None else f", after = {pages.after.span.text}"
+                key = f"by page({pages.value.span.text}{after})"
+                yield over.span, key if node.function.text == "rank" else f"over slots {key}"
+    for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():
+        if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, syn.Word)):
+            yield from _in_expressions(part, pages)
+
+
+def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:
+    """Whether the policy of a file is the same in other words; reports if not."""
+    old, new = analyse(before), analyse(after)
+    if not new.ok:
+        for one in new.diagnostics:
+            sink.report(codes.CODES[one.code], one.span, f"as edition {EDITION}: {one.message}", one.help)
+        return False
+    if [_meaning(policy) for policy in old.policies] == [_meaning(policy) for policy in new.policies]:
+        return True
+    message = f"in edition {EDITION} this would be another policy, so that it has to be rewritten by hand"
+    sink.report(codes.GONE, before.span(0, 0), message, "`kvdsl diff` shows what differs between two files")
+    return False
+
+
+def _meaning(policy: Policy) -> Policy:
+    return fold(normal(policy)).model_copy(update={"edition": EDITION})
