@@ -159,14 +159,21 @@ def named_and_added(span: Span, name: str, statement: str) -> Fix | None:
 
 
 def _without(place: Span) -> Way:
-    """What stands at a place taken out, with its line if it is alone there, else with the space behind it."""
+    """What stands at a place taken out, with its line if it is alone there, else with the space behind it; with a comma, if it is
+    the last of several things, or the first.
+    """
     text, start, end = place.file.text, place.start, place.end
     title = f"leave out `{place.quoted(40)}`"
     first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end)
     last = len(text) if last < 0 else last
     if not text[first:start].strip() and not text[end:last].partition("#")[0].strip():
         return lambda span: Fix(place.file.span(first, min(last + 1, len(text))), "", title)
-    if text[end : end + 1] == " " and not text[start - 1 : start].strip():
+    before, behind = text[first:start].rstrip(), text[end:last].lstrip()
+    if before.endswith(",") and behind[:1] in ("", ",", ")", "}", "#"):
+        start = first + len(before) - 1
+    elif behind.startswith(",") and not before.endswith((",", "(")):
+        end = last - len(behind[1:].lstrip())
+    elif text[end : end + 1] == " " and not text[start - 1 : start].strip():
         end += 1
     elif text[start - 1 : start] == " " and not text[end : end + 1].isalnum():
         start -= 1

@@ -105,9 +105,9 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
     sink.report(codes.UNKNOWN_POLICY, parent.span, f"unknown policy `{parent.text}`", help)
 
 
-def _without_override(statement: syn.Named | syn.Single | syn.Keep) -> Help:
+def _without_override(statement: syn.Named | syn.Single | syn.Keep, text: str = "leave out `override`") -> Help:
     """A help for a statement behind an `override` that has nothing to override; alone, `keep` is no statement."""
-    span, text = statement.span, "leave out `override`"
+    span = statement.span
     before = span.file.text[: span.start].rstrip()
     start = len(before) - len("override")
     bare = isinstance(statement, syn.Keep) and statement.scope == "nothing"
@@ -202,7 +202,9 @@ class _Level:
         if self.policy.clauses:
             if statement.override:
                 message = "`override` is not needed behind `with`"
-                self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, habits.OVERRIDE)
+                self.sink.report(
+                    codes.NOTHING_TO_OVERRIDE, statement.span, message, _without_override(statement, habits.OVERRIDE)
+                )
             return True
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:

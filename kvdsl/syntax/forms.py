@@ -163,10 +163,12 @@ def _kept(match: re.Match[str]) -> str:
     return f"keep {word} {match['n']} by mean(attn)" if word == "top" else f"keep {word} {match['n']}"
 
 
-def _word(match: re.Match[str]) -> str:
-    """A statement that holds a word, with the word that is among others."""
+def _word(match: re.Match[str]) -> str | None:
+    """A statement that holds a word, with the word that is among others; None if none is."""
     keyword = match["keyword"]
     words = [known for known in WORDS[keyword] if re.search(rf"\b{known}\b", match["rest"])]
+    if not words:
+        return None
     word = "both" if keyword == "when" and len(words) > 1 else words[0]
     return f"victims shared by {word}" if keyword == "victims" else f"{keyword} {word}"
 

@@ -27,6 +27,7 @@ class Stuck:
         token: the unexpected token; a keyword is typed as one.
         accepts: the terminals that could stand here.
         keywords: the keywords' spelling by terminal.
+        clause: of a policy in one line, the indices of its last clause's first token and of the one behind it.
     """
 
     source: SourceFile
@@ -36,6 +37,7 @@ class Stuck:
     token: Token
     accepts: frozenset[str]
     keywords: dict[str, str]
+    clause: tuple[int, int] | None = None
 
     @property
     def before(self) -> Token | None:
@@ -50,7 +52,10 @@ class Stuck:
 
     @property
     def statement(self) -> Span:
-        """The statement, up to the end of its line."""
+        """The statement, up to the end of its line, or the clause."""
+        if self.clause is not None:
+            first, behind = (self.tokens[index].start_pos or 0 for index in self.clause)
+            return self.source.span(first, behind)
         begin = self.tokens[self.begin].start_pos or 0
         ends = [token.start_pos or 0 for token in self.tokens[self.at :] if token.type in ("_SEP", "$END")]
         return self.source.span(begin, ends[0] if ends else len(self.source.text))
@@ -151,7 +156,10 @@ def _statement(stuck: Stuck) -> Explanation | None:
     if "POLICY" in stuck.accepts:
         help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
         return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
-    habit = habits.OVERRIDE if word == "override" else habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
+    if word == "override" and "KEEP" in stuck.accepts:
+        help = leave_out(habits.OVERRIDE, stuck.span)
+        return codes.STATEMENT, stuck.span, "`override` is not needed behind `with`", help, ()
+    habit = habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
     if habit is not None and habit.startswith("write "):
         habit = offer(habit, at=stuck.statement)
     elif habit == habits.STATEMENTS["for"]:

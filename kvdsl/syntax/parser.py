@@ -309,7 +309,10 @@ class _Parser:
         choices: set[str] = set(self._allowed())
         if len(state.state_stack) < 2_000:
             choices = self.machine.accepts()  # type: ignore[no-untyped-call]
-        stuck = Stuck(self.source, self.tokens, self.statement, self.at, token, frozenset(choices), self._keywords())
+        clause = None
+        if self.place is Place.HEADER and self.clause is not None:
+            clause = (self.clause[0] + 1, self._end_of_clause(self.clause[0], self.at))
+        stuck = Stuck(self.source, self.tokens, self.statement, self.at, token, frozenset(choices), self._keywords(), clause)
         code, span, message, help, labels = explain(stuck)
         self.sink.report(code, span, message, help, labels)
 
@@ -336,6 +339,7 @@ class _Parser:
         """Leaves out a clause of `A = B with ...`, which begins behind a `,` or `with`; without any it is `A = B with {}`."""
         self._go_back(before)
         self.at = self._end_of_clause(begin, self.at)
+        self.spoiling = [stray for stray in self.spoiling if stray >= (self.tokens[self.at].start_pos or 0)]
         self._forget(begin + 1, self.at, starts=begin)
         if self.tokens[begin].type == "COMMA":
             return True

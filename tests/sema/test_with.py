@@ -117,7 +117,13 @@ def test_there_is_nothing_to_override(clauses: str) -> None:
     ("text", "code", "message", "at", "help"),
     [
         (shipped("whne prefill"), "KV0104", "unknown statement `whne`", "whne", "did you mean `when`?"),
-        (shipped("when prefill, when decode"), "KV0207", "`when` is given twice", "when decode", None),
+        (
+            shipped("when prefill, when decode"),
+            "KV0207",
+            "`when` is given twice",
+            "when decode",
+            "leave out one of them",
+        ),
         (
             shipped("keep last recent, keep"),
             "KV0101",
@@ -183,7 +189,7 @@ def test_it_is_formatted(written: str, formatted: str) -> None:
 def test_an_error_costs_one_clause(base: Path) -> None:
     """The others are read, and so is what stands behind the line."""
     base.write_text(
-        'kv 1\nimport "base.kv"\npolicy Mine = Base with sorce age, keep last bta, when prefil, layers\nlet f(x) = y\n'
+        'kv 1\nimport "base.kv"\npolicy Mine = Base with sorce age, keep last bta, when prefil, layers\nlet f(x) = x\n'
     )
     assert [(found.code, found.span.text) for found in analyse(base).diagnostics] == [
         ("KV0104", "sorce"),
@@ -191,3 +197,22 @@ def test_an_error_costs_one_clause(base: Path) -> None:
         ("KV0310", "prefil"),
         ("KV0101", "\n"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("clauses", "mended"),
+    [
+        ("whne prefill", ["when prefill"]),
+        ("when prefill, when decode", ["when prefill", "when decode"]),
+        (
+            "keep first 2, when prefill, when decode, layers 2..",
+            ["keep first 2, when prefill, layers 2..", "keep first 2, when decode, layers 2.."],
+        ),
+        ("keep last 4, override when prefill", ["keep last 4, when prefill"]),
+        ("{ keep last 4; override when prefill }", ["{ keep last 4; when prefill }"]),
+        ("keep last 4, keep recent 4, layers 2..", ["keep last 4, keep last 4, layers 2.."]),
+    ],
+)
+def test_what_a_help_offers_mends_the_clause(clauses: str, mended: list[str]) -> None:
+    (found,) = check(shipped(clauses)).diagnostics
+    assert [fix.applied() for fix in found.fixes] == [shipped(one) for one in mended]
