@@ -287,8 +287,8 @@ class _Parser:
 
     def _mark(self) -> None:
         """Remembers a place where a statement can begin, or an item of the file: what to go back to."""
-        if self.place is Place.HEADER and "POLICY" in self._allowed():
-            self.place = Place.FILE  # a policy without braces, `A = B with ...`, ends with its line
+        if self.place is Place.HEADER and self.clause is not None and "POLICY" in self.machine.accepts():  # type: ignore[no-untyped-call]
+            self.place, self.clause = Place.FILE, None  # a policy without braces, `A = B with ...`, ends with its line
         if self.place is not Place.HEADER and _BEGINS[self.place] <= self._allowed().keys():
             self.saved = (self.place, *self._state())
             self.statement = self.at

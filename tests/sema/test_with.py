@@ -216,3 +216,14 @@ def test_an_error_costs_one_clause(base: Path) -> None:
 def test_what_a_help_offers_mends_the_clause(clauses: str, mended: list[str]) -> None:
     (found,) = check(shipped(clauses)).diagnostics
     assert [fix.applied() for fix in found.fixes] == [shipped(one) for one in mended]
+
+
+def test_a_header_over_two_lines_ends_with_its_brace() -> None:
+    """It is not taken for a line that is over."""
+    expect(
+        "kv 1\nimport h2o\npolicy Mine = H2O with\n  when prefill\n",
+        "KV0101",
+        "expected `{`, not `when`",
+        "when",
+        "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
+    )
