@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvdsl.ir import ops
 from kvdsl.reference import STATEMENTS, form, written
 from kvdsl.resources import read_resource
-from kvdsl.sema.statements import WORDS
+from kvdsl.syntax.nodes import WORDS
 from scripts.pages.markdown import MADE, note, table
 from scripts.prose import wrapped
 

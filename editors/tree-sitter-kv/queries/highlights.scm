@@ -4,7 +4,7 @@
 (string) @string
 (number) @number
 
-["above" "across" "after" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "reused" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where" "with"] @keyword
+["above" "across" "after" "as" "at" "attend" "attn" "blocks" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "reused" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where" "with"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
