@@ -76,7 +76,11 @@ def _laid_out(found: type[KVCache], storage: str | None, rope: str | None) -> ty
     if spec is found.spec:
         return found
     names = {"spec": spec, "__doc__": found.__doc__, "__module__": found.__module__, "__qualname__": found.__qualname__}
-    return type(found.__name__, (found,), names)
+    made = type(found.__name__, (found,), names)
+    source, settings = _MADE[found]
+    memory = {name: value for name, value in (("storage", storage), ("rope", rope)) if value is not None}
+    _MADE[made] = source, {**settings, **memory}
+    return made
 
 
 def _with_warnings(compiled: Compiled) -> type[KVCache]:
@@ -106,9 +110,9 @@ def with_clauses(cache_class: type[KVCache], clauses: str, settings: Mapping[str
     source, before = _MADE[cache_class]
     changed = set(re.findall(r"\bparam\s+(\w+)", clauses))
     kept = {name: value for name, value in before.items() if name not in changed}
-    return _with_warnings(
-        compile_found(combine(source, clauses), kept | {name: str(value) for name, value in settings.items()})
-    )
+    kept |= {name: str(value) for name, value in settings.items()}
+    storage, rope = kept.pop("storage", None), kept.pop("rope", None)
+    return _laid_out(_with_warnings(compile_found(combine(source, clauses), kept)), storage, rope)
 
 
 def named(cache_class: type[KVCache]) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.blocks import Blocks
 from tests.cli.harness import run
@@ -36,6 +37,14 @@ def test_who_makes_the_cache_says_how_it_lies(backend: str) -> None:
     assert all(torch.equal(text, texts[0]) for text in texts[1:])
     assert [lies_so(cache) for cache in (*caches, back)] == [False, True, True, False]
     assert caches[1].bytes() > back.bytes() == caches[0].bytes()
+
+
+def test_clauses_leave_it_as_it_was() -> None:
+    made = kvdsl.load("equip_h2o", budget=20, **MEMORY).with_("keep first 2")
+    assert made.spec.memory == (4, True)
+    assert made.with_("keep last 3", storage="in_place").spec.memory == (0, True)
+    with pytest.raises(KvdslError, match="leave `rope` out"):
+        kvdsl.load("streaming_llm", rope="cached").with_("positions original")
 
 
 @pytest.mark.parametrize("how", ["constructor", "load"])
