@@ -22,8 +22,8 @@ from make_docs import bring_up_to_date  # noqa: E402
 
 from kvdsl.diagnostics import Sink  # noqa: E402
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS, OPERATORS  # noqa: E402
-from kvdsl.syntax.nodes import WORDS
 from kvdsl.source import SourceFile  # noqa: E402
+from kvdsl.syntax.nodes import WORDS  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 

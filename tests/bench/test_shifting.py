@@ -18,7 +18,7 @@ from kvdsl.generation.models import encode, page
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench import shifting
 from kvdsl_lab.bench.shifting import ShiftedCache, rule, twin
-from kvdsl_lab.reproduce.equip.lengths import VARIANTS
+from kvdsl_lab.reproduce.equip.common import VARIANTS
 from tests.hf import policies, zoo
 
 BUDGET = 12

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from kvdsl_lab.reproduce.experiment import Row, Setup
+
+VARIANTS = Path(__file__).parents[1] / "variants"
 
 NAMES = {
     "h2o": "H2O", "equip_h2o": "H2O", "streaming_llm": "StreamingLLM", "equip_streaming": "StreamingLLM",

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvdsl_lab.reproduce.equip.common import layers
-from kvdsl_lab.reproduce.equip.lengths import VARIANTS
+from kvdsl_lab.reproduce.equip.common import VARIANTS, layers
 from kvdsl_lab.reproduce.equip.races import LLAMA, TOY
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of, within
 
