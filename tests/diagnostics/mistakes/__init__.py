@@ -24,7 +24,7 @@ from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
 FOLDER = Path(__file__).parent
-FILES = ("open.txt",)
+FILES = ("open.txt", "kept_apart.txt", "afterwards.txt")
 
 
 @dataclass(frozen=True)
