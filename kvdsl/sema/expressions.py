@@ -336,6 +336,7 @@ class Expressions:
         functions = {name for name in scope.known() if _is_function(scope.find(name))}
         habit = habits.FUNCTIONS.get(name)
         help = did_you_mean(name, NAMED_FUNCTIONS | functions) if habit is None else habit.filled(node)
+        help = help or f"a function of yours is a `let`: `let {name}(x) = ...`"
         self._report(codes.UNKNOWN_FUNCTION, node.function.span, f"unknown function `{name}`", help)
         return None
 

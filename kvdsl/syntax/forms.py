@@ -166,7 +166,8 @@ def _kept(match: re.Match[str]) -> str:
 def _word(match: re.Match[str]) -> str | None:
     """A statement that holds a word, with the word that is among others; None if none is."""
     keyword = match["keyword"]
-    words = [known for known in WORDS[keyword] if re.search(rf"\b{known}\b", match["rest"])]
+    same = {word: word for word in WORDS[keyword]} | habits.SETTINGS.get(keyword, {})
+    words = list(dict.fromkeys(same[one] for one in re.findall(r"\w+", match["rest"]) if one in same))
     if not words:
         return None
     word = "both" if keyword == "when" and len(words) > 1 else words[0]
@@ -335,6 +336,17 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(r"(?<![\w.])(?P<low>\d+)\.\.\.(?P<high>\d+)", "a range is written with two points", "{low}..{high}"),
         _form(r"(?<![\w)\]])(?<![\w)\]] )\[\s*<x>\s*\](?!\s*from)", "parentheses are round", "({x})"),
+        _form(r"^pages\s*(?:of|=|:|size)\s*<n!>$", "`pages` takes a number of tokens", "pages {n}"),
+        _form(
+            r"^layers\s+(?:all|every|each|\*)(?:\s+layers?)?$",
+            "`layers` is a range, and without it all layers evict",
+            "layers 0..",
+        ),
+        _form(
+            r"<x!>\s*,\s*over\s+(?P<axis>[A-Za-z]\w*(?:\s+\w+\s+queries)?)(?=\s*\))",
+            "`over` follows what is reduced, without a comma",
+            "{x} over {axis}",
+        ),
         # -- ranges of layers --
         _form(
             r"^(?P<here>layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:|until|through|up to)\s*(?P<high>\d+))$",
@@ -361,7 +373,7 @@ def forms() -> tuple[Form, ...]:
         # -- statements that hold a word --
         *(
             _form(
-                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{'|'.join(words)})\b[\w\s,]*)$",
+                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{'|'.join([*words, *habits.SETTINGS.get(keyword, ())])})\b[\w\s,]*)$",
                 f"`{keyword}` takes one word: {', '.join(words[:-1])} or {words[-1]}",
                 _word,
             )
@@ -384,12 +396,17 @@ def forms() -> tuple[Form, ...]:
             r"^trigger\s+overflow\s*>\s*<n>$", "`trigger` compares `overflow`, the number of tokens above the budget", _more
         ),
         _form(
-            r"^trigger\s+(?:live|overflow|len|size)\s*>=?\s*budget\s*\+\s*<n>$|^trigger\s+budget\s*\+\s*<n2>$",
+            r"^trigger\s+(?:live|len|size|cached)\s*>\s*budget\s*\+\s*<n>$",
+            "`trigger` compares `overflow`, the number of tokens above the budget",
+            _more,
+        ),
+        _form(
+            r"^trigger\s+(?:live|len|size|cached)\s*>=\s*budget\s*\+\s*<n>$|^trigger\s+(?:overflow\s*>=\s*)?budget\s*\+\s*<n2>$",
             "`trigger` compares `overflow`, the number of tokens above the budget",
             lambda m: f"trigger overflow >= {m['n'] or m['n2']}",
         ),
         _form(
-            r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:[a-z_]+\s*(?:>=?|==?|:)\s*)?<n!>(?:\s+tokens)?$",
+            r"^trigger\s+(?:(?:at|every|after)\s+)?(?:[a-z_]+\s*(?:>=?|==?|:)\s*)?<n!>(?:\s+tokens)?$",
             "`trigger` compares `overflow`, the number of tokens above the budget",
             "trigger overflow >= {n}",
         ),
@@ -414,7 +431,7 @@ def forms() -> tuple[Form, ...]:
             "budget {n} across {who}",
         ),
         _form(
-            r"^(?P<head>param\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
+            r"^(?P<head>(?:param|let)\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
             "a number has no unit",
             "{head} {n}",
         ),
@@ -467,6 +484,11 @@ def forms() -> tuple[Form, ...]:
             r"^sketch\s+top\s+<n!>\s+by\s+<x>\s+dims\s+every\s+<m!>(?:\s+queries)?$",
             "the number of dims stands before `by`",
             "sketch top {n} dims by {x} every {m} queries",
+        ),
+        _form(
+            r"^select\s+top\s+<n!>\s+by\s+<x>\s+over\s+(?:last\s+)?\w+(?:\s+queries)?$",
+            "each query ranks by itself what `select` takes, before it attends",
+            "select top {n} by dot(q, k)",
         ),
         # -- definitions --
         _form(
@@ -523,6 +545,9 @@ def forms() -> tuple[Form, ...]:
             "a statement does not begin with a name: `let` gives one, once",
             _again,
         ),
+        _form(
+            r"^(?P<kind>param|let)\s+(?P<name>\w+)\s*:?\s+<n#>(?=\s*(?:$|in\b))", "`{kind}` takes `=`", "{kind} {name} = {n}"
+        ),
         # -- tensors and given values --
         _form(
             r"^tensor\s+(?P<name>\w+)\s*(?:=|:|from|=\s*from)\s*(?P<file>\"[^\"]*\"|'[^']*')$",
@@ -537,6 +562,11 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^given\s+(?P<name>\w+)\s+(?:from|by|of)\s+.+$", "a given value always comes from the caller", "given {name}"
+        ),
+        _form(
+            r"(?P<here>\s*,\s*(?P<next>(?:keep|score|param|let|select|when|trigger)\s+[A-Za-z(].*))$",
+            "each statement stands on its own line, or after `;`",
+            "; {next}",
         ),
         # -- the score --
         _form(
@@ -556,7 +586,10 @@ def forms() -> tuple[Form, ...]:
             help="to choose by a condition write {code}",
         ),
         _form(
-            r"^score\s+<a>\s*,\s*<b>$", "a score is one number for every slot", "score {a} + {b}", help="for example {code}"
+            r"^score\s*(?:\(\s*<c>\s*,\s*<d>\s*\)|<a>\s*,\s*<b>)$",
+            "a score is one number for every slot",
+            "score {a}{c} + {b}{d}",
+            help="for example {code}",
         ),
         _form(
             r"^(?:return|yield|rank by|rank|sort by|sort|importance)\s*[=:]?\s+<x>$",
@@ -602,6 +635,11 @@ def forms() -> tuple[Form, ...]:
         ),
         # -- over --
         _form(
+            r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)",
+            "`last` takes what the newest query gives",
+            "last({x})",
+        ),
+        _form(
             r"\bover\s+(?:the\s+)?last\s+<n!>(?:\s+(?:tokens?|steps?|slots?|keys?|positions?|query))?(?=\s*[),])",
             "`over last N` counts queries",
             "over last {n} queries",
@@ -615,11 +653,6 @@ def forms() -> tuple[Form, ...]:
             r"\bover\s+(?:all|the|every|each)\s+(?:the\s+)?(?P<axis>queries|slots|dims|heads)\b",
             "`over` takes the name of an axis",
             "over {axis}",
-        ),
-        _form(
-            r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)",
-            "`last` takes what the newest query gives",
-            "last({x})",
         ),
         _form(
             r"(?:(?<=score )|(?<=where )|(?<=by )|(?<== ))(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",

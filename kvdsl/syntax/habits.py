@@ -45,6 +45,7 @@ NAMES: dict[str, str] = dict([
     *_same("write `everything`", "inf infinity Infinity all unlimited none None never", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
     *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how", "head head_idx head_id kv_head num_heads n_heads"),
     *_same("write `random()`", "rand noise"),
+    *_same("what it was before is `prev`, inside of `fold(0.9 * prev + 0.1 * attn, 0)`, and this mean is `ema(attn, 0.9)`", "score"),
 ])  # fmt: skip
 """Names in expressions."""
 
@@ -106,6 +107,7 @@ def _call(help: str, words: str, parameters: str = "x", more: str = "") -> Itera
 FUNCTIONS = dict([
     *_call("write `mean(x)`", "avg average"),
     *_call("write `min(max(x, low), high)`", "clip clamp", "x low high"),
+    *_call("write `(x - mean(x over slots)) / std(x over slots)`", "zscore z_score standardize standardise"),
     *_call("write `x / sum(x over slots)`", "normalize normalise"),
     *_call("write `norm2(x)`, `norm1(x)` or `norminf(x)`", "norm l1 l2 linf norm_2 l2norm l2_norm magnitude"),
     *_call("write `x ** n`", "pow power", "x n"),
@@ -116,7 +118,7 @@ FUNCTIONS = dict([
     *_call("write `floor(x)`", "int"),
     *_call("write `log(x)`", "ln log2 log10"),
     *_call("write `random()`", "rand randn uniform", "", ", a number in [0, 1) per slot"),
-    *_call("write `sum(x)`", "accumulate cumsum total", more=": it is kept up to date query by query"),
+    *_call("write `sum(x)`", "accumulate cumsum total cumulative running_sum", more=": it is kept up to date query by query"),
     *_call("write `fold(x, start)`", "scan recurrence accumulate_by state", "x start", ", in which `prev` is what it came to before"),
     *_call("write `ema(x, decay)`", "ewma moving_average", "x decay"),
     *_call("write `sum(where(x > 0, -x * log(x), 0))`", "entropy"),

@@ -37,11 +37,13 @@ class Lexed:
         tokens: without comments, spaces, and the line ends inside of parentheses.
         comments: in their order; each reaches to the end of its line.
         strays: where something was that is no token: that has been reported.
+        spoiling: those without which the rest does not say what was meant.
     """
 
     tokens: list[Token]
     comments: list[Token] = field(default_factory=list)
     strays: list[int] = field(default_factory=list)
+    spoiling: list[int] = field(default_factory=list)
 
 
 class Lexer:
@@ -62,7 +64,7 @@ class Lexer:
                 open up to the next of these at the beginning of a line.
         """
         found = Lexed([])
-        for token in self._raw(source, sink, found.strays, begin):
+        for token in self._raw(source, sink, found, begin):
             if token.type not in self._ignored:
                 found.tokens.append(token)
             elif token.type == "COMMENT":
@@ -72,13 +74,16 @@ class Lexer:
         found.tokens = list(_without_line_ends_in_parentheses(found.tokens))
         return found
 
-    def _raw(self, source: SourceFile, sink: Sink, strays: list[int], at: int) -> Iterator[Token]:
+    def _raw(self, source: SourceFile, sink: Sink, lexed: Lexed, at: int) -> Iterator[Token]:
         text, match = source.text, self._pattern.match
         while at < len(text):
             found = match(text, at)
             if found is None or (found.lastgroup in _BRACKETS and not _in_tensor(text, at)):
-                strays.append(at)
-                at = _report_stray(source, at, sink)
+                lexed.strays.append(at)
+                explained = _explained(source, at, sink)
+                if explained or text[at] != ":":
+                    lexed.spoiling.append(at)
+                at = _stray_end(text, at) if explained else _report_stray(source, at, sink)
                 continue
             yield Token(str(found.lastgroup), found.group(), start_pos=at, end_pos=found.end())
             at = found.end()
@@ -132,7 +137,21 @@ def _in_tensor(text: str, at: int) -> bool:
     return _TENSOR.search(text, text.rfind("\n", 0, at) + 1, at) is not None
 
 
+_QUOTED = re.compile(r"[“”„«]([^“”„«»\n]*)[“”»]")
 _STRAY = re.compile(r"[^\W\d]\w*|\s+|(.)\1*", re.DOTALL)
+
+
+def _explained(source: SourceFile, at: int, sink: Sink) -> bool:
+    """Whether what stands at a place where no token does is of a known form; reports if so."""
+    explained = None if source.text[at] in "\"'" else forms.explain(source.span(*_around(source.text, at)), at)
+    if explained is not None:
+        sink.report(codes.SYNTAX, *explained)
+    return explained is not None
+
+
+def _stray_end(text: str, at: int) -> int:
+    stray = _STRAY.match(text, at)
+    return at + 1 if stray is None else stray.end()
 
 
 def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
@@ -140,13 +159,12 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
     text = source.text
     if text[at] in "\"'":
         return _report_open_string(source, at, sink)
-    stray = _STRAY.match(text, at)
-    end = at + 1 if stray is None else stray.end()
-    explained = forms.explain(source.span(*_around(text, at)), at)
-    if explained is not None:
-        place, message, help = explained
-        sink.report(codes.SYNTAX, place, message, help)
-        return end
+    end = _stray_end(text, at)
+    quoted = _QUOTED.match(text, at)
+    if quoted is not None:
+        straight = offer(f'write `"{quoted[1]}"`') if not set(quoted[1]) & set('"`') else None
+        sink.report(codes.CHARACTER, source.span(at, quoted.end()), "strings stand in straight quotes", straight)
+        return quoted.end()
     span, char = source.span(at, end), text[at]
     if char.isalpha():
         rule = "names consist of the ASCII letters, digits and `_`"

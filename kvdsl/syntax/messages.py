@@ -9,7 +9,7 @@ from lark import Token
 
 from kvdsl import codes
 from kvdsl.codes import Code
-from kvdsl.diagnostics import Label, did_you_mean, printable
+from kvdsl.diagnostics import Label, did_you_mean, listed, printable
 from kvdsl.helps import add, instead, leave_out, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import forms, habits
@@ -237,7 +237,16 @@ def _help(stuck: Stuck) -> str | None:
         at = span_of(stuck.source, before).to(stuck.span)
         return offer(f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`", at=at)
     words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
-    return did_you_mean(str(stuck.token), words) if kind == "NAME" else None
+    return (did_you_mean(str(stuck.token), words) if kind == "NAME" else None) or _its_form(stuck)
+
+
+def _its_form(stuck: Stuck) -> str | None:
+    """How the statement is written that has the error, if its first word is there."""
+    from kvdsl.reference import STATEMENTS, first_word, form
+
+    words = [str(token) for token in stuck.tokens[stuck.begin : stuck.at] if token != "override"][:1]
+    rules = [rule for rule in STATEMENTS if [first_word(rule)] == words]
+    return f"its form is {listed([form(rule) for rule in rules])}" if rules else None
 
 
 CLAUSES = "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`"

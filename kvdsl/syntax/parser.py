@@ -182,7 +182,7 @@ class _Parser:
         begin = source.clauses if isinstance(source, Combined) else 0
         lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None, begin=begin)
         self.tokens, self.comments, self.strays = [*head, *lexed.tokens], lexed.comments, lexed.strays
-        self.spoiling = [stray for stray in self.strays if source.text[stray] != ":"]
+        self.spoiling = lexed.spoiling
         end = len(source.text)
         self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
         self.at = 0
