@@ -87,16 +87,18 @@ def _form(pattern: str, message: str, *codes: str | Code, help: str = "write {co
 
 def explain(place: Span, at: int) -> tuple[Span, str, str | None] | None:
     """The place, message and help for a statement which has a syntax error at `at`; None if it has no form that is known."""
-    source, begin = place.file, place.start
     statement = place.text.partition("#")[0].rstrip()
     statement = statement.removesuffix("}").rstrip() if statement.count("}") > statement.count("{") else statement
+    explained = []
     for form, match in found(statement):
-        here = "here" if "here" in form.pattern.groupindex else 0
-        if match.start(here) <= at - begin:
-            message, help = form.explain(match)
-            place = source.span(begin + match.start(here), begin + match.end(here))
-            return place, message, _closed(help, place) if help is not None and "{`" in help else help
-    return None
+        start, end = match.span("here" if "here" in form.pattern.groupindex else 0)
+        if start <= at - place.start:
+            explained.append((at - place.start >= end, form, match, place.file.span(place.start + start, place.start + end)))
+    if not explained:
+        return None
+    _, form, match, here = min(explained, key=lambda one: one[0])  # one that has the place in it, if there is one
+    message, help = form.explain(match)
+    return here, message, _closed(help, here) if help is not None and "{`" in help else help
 
 
 def _closed(help: str, place: Span) -> Help:

@@ -245,7 +245,7 @@ def _its_form(stuck: Stuck) -> str | None:
     from kvdsl.reference import STATEMENTS, first_word, form
 
     words = [str(token) for token in stuck.tokens[stuck.begin : stuck.at] if token != "override"][:1]
-    rules = [rule for rule in STATEMENTS if [first_word(rule)] == words]
+    rules = [rule for rule in STATEMENTS if [first_word(rule)] == words and rule != "keep_nothing"]
     return f"its form is {listed([form(rule) for rule in rules])}" if rules else None
 
 

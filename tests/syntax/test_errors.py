@@ -8,11 +8,16 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
 @pytest.mark.parametrize(
     ("statement", "message", "at", "help"),
     [
-        ("score", "expected an expression after `score`", "\n", None),
+        ("score", "expected an expression after `score`", "\n", "its form is `score expr`"),
         ("keep tap 3 by age", "expected `first`, `last`, `top` or `where`, not `tap`", "tap", "did you mean `top`?"),
-        ("keep last 1 first 2", "expected a new line or `;` before `first`", "first", None),
-        ("param x 3", "expected `=`, not `3`", "3", None),
-        ("param 3 = 4", "expected a name, not `3`", "3", None),
+        (
+            "keep last 1 first 2",
+            "expected a new line or `;` before `first`",
+            "first",
+            "its form is `keep first expr`, `keep last expr`, `keep top expr by expr` or `keep where expr`",
+        ),
+        ("param x 3", "`param` takes `=`", "param x 3", "write `param x = 3`"),
+        ("param 3 = 4", "expected a name, not `3`", "3", "its form is `param NAME [NAME] = expr [in range]`"),
         ("score age = 3", "`=` does not compare", "=", "write `==`"),
         ("score 1 < age < 3", "comparisons do not chain", "1 < age < 3", "write `1 < age and age < 3`"),
         ("score age // 3", "`//` is not an operator", "age // 3", "write `floor(age / 3)`"),
@@ -43,7 +48,7 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
             "trigger over >= 3",
             "write `trigger overflow >= 3`",
         ),
-        ("score mean(attn over)", "expected a name, `last` or `next`, not `)`", ")", None),
+        ("score mean(attn over)", "expected a name, `last` or `next`, not `)`", ")", "its form is `score expr`"),
         ("score = age", "`score` takes its expression without `=`", "=", "leave out the `=`"),
         (
             "trigger overflow > 3",
