@@ -190,18 +190,24 @@ _IMPORTS = ("KV0204", "KV0217")
 def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
     """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
     stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
-    the expression around the edit, of which nothing was said while its part was wrong.
+    the expression around the edit, of which nothing was said while its part was wrong. Of a line the first syntax error is told, so
+    that the same one behind the edit is a later one.
     """
 
     def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
         return Counter((one.code, one.message) for one in all)
 
     earlier, now, key = said(before), said(after), (found.code, found.message)
-    if now[key] >= earlier[key]:
-        return False
     stage, size = "KV01" if found.code in _IMPORTS else found.code[:4], len(fix.text)
+    counted = [
+        sum((one.code, one.message) == key and (stage != "KV01" or one == found or one.span.start < end) for one in all)
+        for all, end in ((before, fix.span.end), (after, fix.span.start + size))
+    ]
+    if counted[1] >= counted[0]:
+        return False
     for one in after:
-        if one.severity != "error" or now[(one.code, one.message)] <= earlier[(one.code, one.message)]:
+        same = (one.code, one.message)
+        if one.severity != "error" or same == key or now[same] <= earlier[same]:
             continue
         start, end = one.span.start, one.span.end
         around = start <= fix.span.start and fix.span.start + size <= end

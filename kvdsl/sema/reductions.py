@@ -137,7 +137,10 @@ class Reductions:
             self.report(codes.KEY, node.span, message, "`over slots` stands before `by`")
         elif over.by.axes != {Axis.SLOT}:
             message = f"a key is one number per slot, but `{print_expression(over.by.expr)}` {extent(over.by.axes)}"
-            self.report(codes.KEY, node.span, message, "a key is `page(16)`, say: the tokens' places in the text by sixteen")
+            key, more = node.arguments[0].key, ", say: the tokens' places in the text by sixteen"
+            self.report(
+                codes.KEY, node.span, message, offer("a key is `page(16)`", more, at=None if key is None else key.span)
+            )
         elif over.by.pools:
             self._pooled(node, "a key")
         elif Axis.QUERY in body.axes:

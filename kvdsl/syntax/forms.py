@@ -375,7 +375,8 @@ def forms() -> tuple[Form, ...]:
         # -- statements that hold a word --
         *(
             _form(
-                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{'|'.join([*words, *habits.SETTINGS.get(keyword, ())])})\b[\w\s,]*)$",
+                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*"
+                rf"(?P<rest>[\w\s,]*\b(?:{'|'.join([*words, *habits.SETTINGS.get(keyword, ())])})\b[\w\s,]*)$",
                 f"`{keyword}` takes one word: {', '.join(words[:-1])} or {words[-1]}",
                 _word,
             )
@@ -499,7 +500,8 @@ def forms() -> tuple[Form, ...]:
             lambda m: f"let {m['name']}({(m['a'] or m['b']).strip()}) = {m['value'].strip()}",
         ),
         _form(
-            r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
+            r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*"
+            r"(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
             "a function is defined by `let`",
             "let {name}({args}) = {value}",
         ),
@@ -657,7 +659,8 @@ def forms() -> tuple[Form, ...]:
             "over {axis}",
         ),
         _form(
-            r"(?:(?<=score )|(?<=where )|(?<=by )|(?<== ))(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
+            r"(?:(?<=score )|(?<=where )|(?<=by )|(?<== ))(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+"
+            r"over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
             "`over` stands inside of the parentheses",
             "{f}({x} over {axis})",
         ),

@@ -29,27 +29,46 @@ def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
 CHOICE = "a choice is `where(condition, a, b)`"
 
 NAMES: dict[str, str] = dict([
-    *_same("write `attn`", "attention attentions attn_weights attn_weight attention_weights weight weights prob probs A", ": the probability that the query gives the slot"),
+    *_same("write `attn`", "attention attentions attn_weights attn_weight attention_weights weight weights prob probs A",
+           ": the probability that the query gives the slot"),
     *_same("write `logit`", "logits scores qk", ": the score before the softmax"),
     *_same("write `q`", "query queries Q query_states"),
     *_same("write `k`", "key keys K key_states"),
     *_same("write `v`", "value values V value_states"),
     *_same("write `position`", "pos idx index i token_index", ": the token's place in the text"),
     *_same("write `age`", "recency distance time", ": how many tokens came after it"),
-    *_same("write `live` or `prompt`", "n N len length seq_len seqlen size num_tokens", ": the tokens that are cached, or the length of the prompt"),
+    *_same("write `live` or `prompt`", "n N len length seq_len seqlen size num_tokens",
+           ": the tokens that are cached, or the length of the prompt"),
     *_same("write `layers`", "num_layers n_layers"),
     *_same("write `layer`", "layer_idx layer_id"),
     *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
     *_same("write `1`", "true True yes on", ": conditions count as 0 or 1"),
     *_same("write `0`", "false False no off", ": conditions count as 0 or 1"),
-    *_same("write `everything`", "inf infinity Infinity all unlimited none None never", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
-    *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how", "head head_idx head_id kv_head num_heads n_heads"),
+    *_same("write `everything`", "inf infinity Infinity all unlimited none None never",
+           ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
+    *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how",
+           "head head_idx head_id kv_head num_heads n_heads"),
     *_same("write `random()`", "rand noise"),
     *_same("what it was before is `prev`, inside of `fold(0.9 * prev + 0.1 * attn, 0)`, and this mean is `ema(attn, 0.9)`", "score"),
 ])  # fmt: skip
 """Names in expressions."""
 
-IDS = frozenset(["token", "token_id", "token_ids", "input_ids", "id", "is_special", "special", "newline", "separator", "text", "word", "role"])
+IDS = frozenset(
+    [
+        "token",
+        "token_id",
+        "token_ids",
+        "input_ids",
+        "id",
+        "is_special",
+        "special",
+        "newline",
+        "separator",
+        "text",
+        "word",
+        "role",
+    ]
+)
 """Names of what a policy does not read of a token, but the caller may give."""
 
 TURNS = frozenset(["turn", "turns", "current_turn", "turn_start", "last_turn"])
@@ -145,7 +164,8 @@ STATEMENTS: dict[str, str] = dict([
     *_told("write `keep first 4`, say", "sink sinks first initial"),
     *_told("write `keep top 8 by mean(attn)`, say", "top heavy heavy_hitters"),
     *_told("`keep where` says which tokens may not leave", "where filter mask"),
-    *_told("tokens stay or leave: none are merged, quantized or moved elsewhere", "merge compress quantize quantise offload store move swap"),
+    *_told("tokens stay or leave: none are merged, quantized or moved elsewhere",
+           "merge compress quantize quantise offload store move swap"),
     *_told("write `param budget = 512`, say", "size capacity cache cache_size limit max_size max_tokens num_tokens"),
     *_told("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
     *_told("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),

@@ -282,7 +282,7 @@ def _choices(stuck: Stuck) -> list[str]:
         choices.append("an expression")
         accepts -= _EXPRESSION | {"NAME", "NOT"}
     elif "OR" in accepts:
-        accepts -= _OPERATORS
+        accepts -= _OPERATORS | {"DOT"}
         accepts -= {"LPAR"} if len(accepts) > 1 else set()
     if "_SEP" in accepts:
         accepts -= {"_SEP", "RBRACE", "$END"}

@@ -189,7 +189,8 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
         ("age + random", "KV0309", "`random` is a function, not a value", "random", "write `random()`"),
         ("mean", "KV0309", "`mean` is a function, not a value", "mean", "for example `mean(attn)`"),
         ("atn", "KV0201", "unknown name `atn`", "atn", "did you mean `attn`?"),
-        ("observed", "KV0201", "unknown name `observed`", "observed", "add `param observed = 1`, `let observed = ...`, or `given observed`, a number of each token, if it is yours"),
+        ("observed", "KV0201", "unknown name `observed`", "observed",
+         "add `param observed = 1`, `let observed = ...`, or `given observed`, a number of each token, if it is yours"),
         (
             "attention",
             "KV0201",

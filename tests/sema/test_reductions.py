@@ -120,7 +120,8 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("ema(attn, decay = 0.9)", "KV0306", "`ema` has no argument named `decay`", "decay", None),
         ("ema(attn, 0.9 over slots)", "KV0306", "`ema` is not a reduction of one value, so `over` has no meaning here",
          "over slots", REDUCTIONS),
-        ("ema(attn, age)", "KV0302", "the decay of `ema` is a single number, but `age` has one number per slot", "age", "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`"),
+        ("ema(attn, age)", "KV0302", "the decay of `ema` is a single number, but `age` has one number per slot", "age",
+         "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`"),
         ("ema(attn, live)", "KV0308", "`live` changes from step to step, so the decay of `ema` cannot read it", "live",
          "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`"),
         ("ema(age over slots, 0.5)", "KV0306", "`ema` reduces over queries only", "ema(age over slots, 0.5)", "leave the reduction out"),
@@ -273,7 +274,8 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("prev + 1", "KV0201", "unknown name `prev`", "prev",
          "`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`"),
         ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(age)`, the place in the order of x"),
-        ("median(age over page)", "KV0306", "`median` reduces over slots and the last N queries only", "median(age over page)", "write `median(age over slots)`"),
+        ("median(age over page)", "KV0306", "`median` reduces over slots and the last N queries only", "median(age over page)",
+         "write `median(age over slots)`"),
     ],
 )  # fmt: skip
 def test_refused(text: str, code: str, message: str, at: str, help: str | None) -> None:
