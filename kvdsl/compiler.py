@@ -27,7 +27,7 @@ from kvdsl.sema.modules import Loader
 from kvdsl.shipped import find_policy as find_policy
 from kvdsl.shipped import policy_name, text_of
 from kvdsl.shipped import shipped_policies as shipped_policies
-from kvdsl.source import SourceFile
+from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax.reader import read_source
 
 if TYPE_CHECKING:
@@ -50,6 +50,20 @@ def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO
     loader = Loader(sink)
     module = None if text is None else loader.load(text)
     return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink, loader.read)
+
+
+def file_text(source: SourceFile) -> str:
+    """The text of a file that holds the policy; flat if it is a text with clauses, since a file holds one policy.
+
+    Raises:
+        DiagnosticError: if that has errors.
+    """
+    from kvdsl.ir.printer import print_policy
+
+    root: SourceFile | Path = source
+    while isinstance(root, Combined):
+        root = root.base
+    return source.as_file if root is source or isinstance(root, Path) else print_policy(analyse(source).policy)
 
 
 def plan_of(policy: Policy) -> PackagePlan:

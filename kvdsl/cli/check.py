@@ -39,8 +39,9 @@ class _Format(click.Choice[str]):
 def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_warnings: bool, watching: bool) -> None:
     """Check policies and say what is wrong, where, and how to mend it.
 
-    FILE is a .kv file, a folder of them, a policy that comes with kvdsl by its name, or `-` for standard input. Without any,
-    all .kv files below the current folder are checked. `kvdsl explain CODE` says more about an error.
+    FILE is a .kv file, a folder of them, a policy that comes with kvdsl by its name, `mine.py:calm`, a policy written in Python, or `-`
+    for standard input. A Python file is run: name only what you trust. Without any, all .kv files below the current folder are
+    checked. `kvdsl explain CODE` says more about an error.
 
     \b
     Examples:

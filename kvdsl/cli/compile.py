@@ -49,7 +49,8 @@ def command(
 ) -> None:
     """Turn policies into Python packages.
 
-    FILE is a .kv file, or a policy that comes with kvdsl by its name (see `kvdsl list`). `roco.kv` becomes the package
+    FILE is a .kv file, a policy that comes with kvdsl by its name (see `kvdsl list`), or `mine.py:calm`, a policy written in Python,
+    whose file is run: name only what you trust. `roco.kv` becomes the package
     `generated/roco` with the class `RoCoCache`. Files that would not change are not touched.
 
     \b

@@ -69,7 +69,7 @@ def command(
 ) -> None:  # fmt: skip
     """Generate text under a policy, greedily.
 
-    POLICY is a shipped policy or a .kv file; without any it is roco.
+    POLICY is a shipped policy, a .kv file, or `mine.py:calm`, a policy written in Python, whose file is run; without any it is roco.
 
     \b
     Examples:

@@ -57,12 +57,15 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
 
 def _show_combined(found: Combined, only_path: bool, as_json: bool) -> None:
     """A policy that no file holds."""
+    from kvdsl.compiler import file_text
+
     if only_path:
         raise KvdslError(f"`{found.text}` lies in no file")
+    text = file_text(found)
     if as_json:
-        print_json({"name": found.stem, "path": None, "source": found.as_file})
+        print_json({"name": found.stem, "path": None, "source": text})
     else:
-        _print(found.as_file)
+        _print(text)
 
 
 def _print(text: str) -> None:

@@ -139,8 +139,10 @@ class Policy:
 
     @property
     def kv(self) -> str:
-        """The policy as a .kv file has it."""
-        return self.source.as_file
+        """The policy as a .kv file has it; of one with clauses, which needs no errors for that, what they come to."""
+        from kvdsl.compiler import file_text
+
+        return file_text(self.source)
 
     def with_(self, clauses: str) -> Policy:
         """The policy with clauses, `with_("when prefill, keep last 64")`, as `policy A = B with ...` means them.

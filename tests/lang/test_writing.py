@@ -134,7 +134,10 @@ def test_clauses_make_another_policy() -> None:
     once = calm.with_("when decode, keep first 2")
     assert (once.name, once.stem) == (kvdsl.load(once).spec.name, kvdsl.load(once).spec.stem)
     assert kvdsl.load(once) is kvdsl.load(calm).with_("when decode, keep first 2")
-    assert once.kv == f"{CALM}\npolicy {once.name} = Calm with when decode, keep first 2\n"
+    assert once.kv == print_policy(analyse(once.source).policy)
+    assert {"  when decode", "  keep first 2", "  keep last budget / 4"} <= {*once.kv.splitlines()}
+    again = analyse(SourceFile(f"<{once.stem}>", once.kv))
+    assert again.policy == analyse(once.source).policy
     (found,) = calm.with_("when somewhen").check()
     assert (found.code, found.file, found.span.text) == ("KV0310", "<policy>", "somewhen")
 
