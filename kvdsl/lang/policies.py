@@ -16,6 +16,7 @@ from kvdsl.lang.expressions import name as _name
 from kvdsl.lang.places import MadeFile, Place, Text, definition, here, joined, laid_out
 from kvdsl.lang.statements import NAMED, forms, range_of, ways, write
 from kvdsl.reference import STATEMENTS, first_word
+from kvdsl.sema.editions import GONE
 from kvdsl.sema.modules import EDITION
 from kvdsl.shipped import combine
 from kvdsl.source import SourceFile
@@ -36,12 +37,9 @@ class Draft:
         """The same policy; what is written by this changes a statement of the policy that it extends."""
         return Draft(self._statements, True)
 
-    def param(
-        self, name: str, default: Operand, unit: str | None = None, *, in_: tuple[Any, Any] | None = None
-    ) -> Expression:
-        """`param NAME unit = default in low..high`: `p.param("sigma", 24, in_=(0, ...))`."""
-        parts = [" ", _checked(name), *(() if unit is None else (" ", _checked(unit))), " = ", written(default)]
-        self._add("param", *parts, *(() if in_ is None else (" in ", range_of(in_))))
+    def param(self, name: str, default: Operand, *, in_: tuple[Any, Any] | None = None) -> Expression:
+        """`param NAME = default in low..high`: `p.param("sigma", 24, in_=(0, ...))`."""
+        self._add("param ", _checked(name), " = ", written(default), *(() if in_ is None else (" in ", range_of(in_))))
         return _name(name)
 
     @overload
@@ -65,17 +63,26 @@ class Draft:
         self._add("let", *head, " = ", written(value))
         return _name(name)
 
-    def tensor(self, name: str, *axes: str, from_: str) -> Expression:
-        """`tensor NAME [axes] from "file"`: `p.tensor("basis", "layers", "heads", "dims", from_="basis.safetensors")`."""
-        self._add("tensor", f" {_checked(name)} [{', '.join(map(_checked, axes))}] from {quote(from_)}")
-        return _name(name)
+    @overload
+    def input(self, name: str, default: Operand | None = None) -> Expression: ...
+    @overload
+    def input(self, name: str, *axes: str, from_: str) -> Expression: ...
 
-    def given(self, name: str, default: Operand | None = None) -> Expression:
-        """`given NAME = default`: a number of each token, from the caller."""
-        self._add("given", " ", _checked(name), *(() if default is None else (" = ", written(default))))
+    def input(self, name: str, default: Any = None, *axes: str, from_: str | None = None) -> Expression:
+        """`input NAME = default`, a number of each token from the caller; or `input NAME [axes] from "file"`, with the axes.
+
+        `p.input("basis", "layers", "heads", "dims", from_="basis.safetensors")`
+        """
+        if from_ is None:
+            self._add("input ", _checked(name), *(() if default is None else (" = ", written(default))))
+        else:
+            named = ", ".join(map(_checked, (default, *axes)))
+            self._add("input ", f"{_checked(name)} [{named}] from {quote(from_)}")
         return _name(name)
 
     def __getattr__(self, word: str) -> Callable[..., None]:
+        if word in GONE:
+            raise AttributeError(f"edition {EDITION} of the language has no `{word}`: {GONE[word]}")
         if word not in forms():
             near = nearest(word, (*forms(), *NAMED))
             raise AttributeError(f"the language has no statement `{word}`" + (f"; did you mean `{near}`?" if near else ""))

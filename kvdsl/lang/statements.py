@@ -21,8 +21,9 @@ from kvdsl.diagnostics import listed
 from kvdsl.lang.expressions import NAME, MisusedError, written
 from kvdsl.lang.places import Text, joined
 from kvdsl.reference import STATEMENTS, first_word, grammar_rules
+from kvdsl.sema.editions import GONE
 
-NAMED = ("param", "let", "tensor", "given")
+NAMED = ("param", "let", "input")
 """The statements that define names: they give these back, and `kvdsl.lang.policies` has a method for each."""
 
 
@@ -48,11 +49,11 @@ Parts = tuple[str | Slot | Group, ...]
 
 @lru_cache(maxsize=1)
 def forms() -> Mapping[str, tuple[Parts, ...]]:
-    """The statements that define no name, by their first word: each way of writing them, without that word."""
+    """The newest edition's statements that define no name, by their first word: each way of writing them, without that word."""
     found: dict[str, tuple[Parts, ...]] = {}
     for rule in STATEMENTS:
-        if rule not in NAMED:
-            word = first_word(rule)
+        word = first_word(rule)
+        if word not in NAMED and word not in GONE:
             found[word] = (*found.get(word, ()), tuple(_named(_read(rule)[1:])))
     return found
 

@@ -299,10 +299,10 @@ def _hoist(
         vectors = dims_of(expr.body) != ""
         body = replace(printer, over_dims=vectors).value(expr.body)
         if vectors or expr.within != "all":
-            size = size_of_dims(view, expr.body) if vectors else "1"
+            width = size_of_dims(view, expr.body) if vectors else "1"
             pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within != "all" else ()
             made = function_of(body, SLOT, DIM)
-            return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({size}, {{}}{'{}' * len(pages)});", made, *pages)
+            return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({width}, {{}}{'{}' * len(pages)});", made, *pages)
         return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
     return hoist(exprs, statement, known)

@@ -35,13 +35,13 @@ def rewritten(module: syn.Module) -> Policy:
 
 def _statement(p: Draft, one: syn.Statement) -> None:
     if isinstance(one, syn.Param):
-        p.param(one.name.text, _expr(one.value), one.unit and one.unit.text, in_=one.range and _range(one.range))
+        p.param(one.name.text, _expr(one.value), in_=one.range and _range(one.range))
     elif isinstance(one, syn.Let):
         p.let(one.name.text, _expr(one.value) if one.parameters is None else _function(one.parameters, one.value))
     elif isinstance(one, syn.Tensor):
-        p.tensor(one.name.text, *(axis.text for axis in one.axes), from_=one.file.text)
+        p.input(one.name.text, *(axis.text for axis in one.axes), from_=one.file.text)
     elif isinstance(one, syn.Given):
-        p.given(one.name.text, _maybe(one.default))
+        p.input(one.name.text, _maybe(one.default))
     elif isinstance(one, syn.Keep):
         _keep(p, one)
     elif isinstance(one, syn.Setting):
@@ -53,8 +53,6 @@ def _statement(p: Draft, one: syn.Statement) -> None:
 def _keep(p: Draft, one: syn.Keep) -> None:
     if one.scope == "top":
         p.keep(top=_expr(one.count), by=_expr(one.by))
-    elif one.scope == "nothing":
-        p.keep()
     else:
         p.keep(**{one.scope: _expr(one.by if one.scope == "where" else one.count)})
 
@@ -63,10 +61,8 @@ def _setting(p: Draft, one: syn.Setting) -> None:
     word, value = one.word and one.word.text, _maybe(one.value)
     if one.keyword == "trigger":
         p.trigger(overflow=value)
-    elif one.keyword == "victims":
-        p.victims(shared_by=word)
-    elif one.keyword == "prefill":
-        p.prefill(word, of=value)
+    elif one.keyword == "when":
+        p.when(word, blocks_of=value)
     else:
         getattr(p, one.keyword)(*(part for part in (word, value) if part is not None))
 
@@ -88,12 +84,8 @@ def _clauses(p: Draft, one: Any) -> None:
         if one.choosing:
             layers = {"in_layers_reused_above": [_expr(layer) for layer in one.choosing]}
         p.select(top=_expr(one.count), by=_expr(one.by), **layers)
-    elif isinstance(one, syn.Sketch):
-        p.sketch(top=_expr(one.count), by=_expr(one.by), every=_expr(one.every))
-    elif isinstance(one, syn.Pages):
-        p.pages(_expr(one.value), after=_maybe(one.after))
     else:
-        p.layers(*_range(one.range))
+        p.sketch(top=_expr(one.count), by=_expr(one.by), every=_expr(one.every))
 
 
 def _range(one: syn.Range) -> tuple[Any, Any]:

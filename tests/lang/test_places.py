@@ -141,7 +141,7 @@ def test_names() -> None:
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     Path("two.py").write_text("print('hello')\n" + TWO)
     shown = run(capsys, "show", "two.py:one")
-    assert shown.out.startswith("kv 1\n\npolicy One {\n")
+    assert shown.out.startswith("kv 2\n\npolicy One {\n")
     assert shown.err == "hello\ntwo.py\n"
     Path("one.kv").write_text(shown.out)
     assert run(capsys, "show", "two.py:one", "--json").json()["source"] == shown.out
@@ -166,7 +166,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_tensors_file_lies_beside_the_python_file(folder: Path) -> None:
     below = folder / "below"
     below.mkdir()
-    text = policy("head = p.tensor('head', 'layers', from_='gone.safetensors')", "p.score(age * head)")
+    text = policy("head = p.input('head', 'layers', from_='gone.safetensors')", "p.score(age * head)")
     (below / "mine.py").write_text(text)
     from kvdsl.compiler import analyse, compile_file
     from kvdsl.errors import KvdslError
