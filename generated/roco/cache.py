@@ -1,6 +1,6 @@
 """RoCo: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from roco.kv (ba0d4e7b73d3). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

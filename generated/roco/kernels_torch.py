@@ -1,6 +1,6 @@
 """RoCo in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from roco.kv (ba0d4e7b73d3). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """

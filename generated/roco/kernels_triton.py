@@ -1,6 +1,6 @@
 """RoCo on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from roco.kv (ba0d4e7b73d3). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
 
 Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 

@@ -1,6 +1,6 @@
 """SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from sparcas.kv (8008ad9772f5). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` makes it anew.
 
 Keeps every token and attends to few: those that score best over the dims in which the query is large.
 

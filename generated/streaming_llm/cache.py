@@ -1,6 +1,6 @@
 """StreamingLLM: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (db8c316c5778). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

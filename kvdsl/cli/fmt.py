@@ -36,7 +36,9 @@ class Formatted:
 @click.command()
 @click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.files)
 @click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
-@click.option("--upgrade", is_flag=True, help="Rewrite files of an older edition in the newest one, too, where that means the same.")
+@click.option(
+    "--upgrade", is_flag=True, help="Rewrite files of an older edition in the newest one, too, where that means the same."
+)
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
 def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool) -> None:
     """Lay out policies in the canonical way.

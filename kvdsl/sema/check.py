@@ -176,7 +176,7 @@ class Checker:
             statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
 
     def _keeps_the_newest(self, parts: Parts) -> bool:
-        """Whether the newest token stays without a `keep last`: in edition 1, which the file tells that first had a budget or a selection."""
+        """Whether the newest token stays without a `keep last`: in edition 1, of the file that first had a budget or a selection."""
         placed = [self.flat.settings[keyword][0].level for keyword in ("budget", "select") if keyword in self.flat.settings]
         if "budget" in self.flat.names and parts.expr("budget") is not None:
             placed.append(self.flat.names["budget"].since)

@@ -149,7 +149,9 @@ class Loader:
         for edition in module.editions:
             if edition.text not in map(str, range(1, EDITION + 1)):
                 message = f"unknown edition `{edition.text}`"
-                self.sink.report(codes.EDITION, edition.span, message, offer(f"the newest that this kvdsl knows is `kv {EDITION}`"))
+                self.sink.report(
+                    codes.EDITION, edition.span, message, offer(f"the newest that this kvdsl knows is `kv {EDITION}`")
+                )
 
     def _import(self, statement: syn.Import, importer: SourceFile) -> Module | None:
         found = self._shipped(statement) if statement.shipped else self._beside(statement, importer)

@@ -345,7 +345,11 @@ class Statements:
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, SCORE)
-        if value is not None and _is_mean_over_heads(value) and not {"across", "across_layers.floor"} & self.parts.exprs.keys():
+        if (
+            value is not None
+            and _is_mean_over_heads(value)
+            and not {"across", "across_layers.floor"} & self.parts.exprs.keys()
+        ):
             assert isinstance(value.expr, ir.Reduce)
             self.parts.words["victims"] = "heads"
             value = replace(value, expr=value.expr.body)

@@ -107,12 +107,12 @@ def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
         if when is not None:
             yield when.span, when.span.text + said
     victims, score = words.get("victims"), words.get("score")
-    if victims is not None and victims.word is not None and score is not None and score.value is not None:
-        if victims.word.text == "heads":
-            yield _line(victims), ""
-            span = score.value.span
-            yield span.file.span(span.start, span.start), "mean("
-            yield span.file.span(span.end, span.end), " over heads)"
+    by_heads = victims is not None and victims.word is not None and victims.word.text == "heads"
+    if victims is not None and by_heads and score is not None and score.value is not None:
+        span = score.value.span
+        yield _line(victims), ""
+        yield span.file.span(span.start, span.start), "mean("
+        yield span.file.span(span.end, span.end), " over heads)"
 
 
 def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
@@ -124,13 +124,16 @@ def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
             yield _line(one), ""
     said = any(one.scope == "last" for one in keeps)
     own = any(
-        isinstance(one, (syn.Budget, syn.Select)) or (isinstance(one, syn.Param) and one.name.text == "budget" and not one.override)
+        isinstance(one, (syn.Budget, syn.Select))
+        or (isinstance(one, syn.Param) and one.name.text == "budget" and not one.override)
         for one in policy.statements
     )
     kept = any(one.scope == "last" for policy in before.policies for one in policy.keeps)
     if own and kept and not said and policy.parent is None:
         last = policy.statements[-1].span
-        after = next((one.span for one in policy.statements if isinstance(one, syn.Setting) and one.keyword == "score"), last)
+        after = next(
+            (one.span for one in policy.statements if isinstance(one, syn.Setting) and one.keyword == "score"), last
+        )
         after = keeps[-1].span if keeps else after
         yield after.file.span(after.end, after.end), "\nkeep last 1"
 

@@ -388,9 +388,10 @@ class _Parser:
                 if inside and depth == 0 and index >= stuck:
                     return index
                 depth = max(0, depth - 1)
-            elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin:
-                if not self._goes_on(index) and (not headless or self.tokens[index - 1].type == "RBRACE"):
-                    return index
+            elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin and not self._goes_on(index):
+                if headless and self.tokens[index - 1].type != "RBRACE":
+                    continue
+                return index
         return len(self.tokens) - 1
 
     def _goes_on(self, index: int) -> bool:

@@ -110,7 +110,7 @@ class TritonBackend:
         workspace(state, self.kernels, sizes_of(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count, for logits that are far from 0, and for policies
+        """See `kvdsl.runtime.torch.statistics.observe`. It serves where distances count, where logits are far from 0, and for policies
         that fold query by query.
         """
         folds = not hasattr(self.kernels, "observe")
