@@ -139,8 +139,11 @@ def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> C
     else:
         is_shipped = shipped_policy(base.stem) == base
         name = name or (base.stem if is_shipped else str(base))
+        text = base.read_text(encoding="utf-8-sig", errors="replace")
+        edition = re.search(r"^[ \t]*kv[ \t]+\d+", text, re.MULTILINE)
         imports = f"import {base.stem}" if is_shipped else f'import "{base}"'
-        of = policy_name(base.read_text(encoding="utf-8-sig", errors="replace")) or base.stem
+        imports = f"{edition[0].strip() if edition else 'kv 1'}\n{imports}\n"
+        of = policy_name(text) or base.stem
     from kvdsl.syntax.reader import normalized
 
     sink = Sink()

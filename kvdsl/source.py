@@ -65,7 +65,7 @@ class Combined(SourceFile):
 
     Attributes:
         base: what stands before `with`: a file, a text, or the same again.
-        imports: what makes the base known in a file.
+        imports: what makes the base known in a file, behind the edition, which is the base's.
         of: the name of the base's policy.
         named, clauses: where the base ends in the text, and where the clauses begin.
     """
@@ -98,7 +98,7 @@ class Combined(SourceFile):
     @property
     def as_file(self) -> str:
         """The same; of clauses behind clauses, in several."""
-        before = self.base.as_file if isinstance(self.base, SourceFile) else f"kv 1\n{self.imports}\n"
+        before = self.base.as_file if isinstance(self.base, SourceFile) else self.imports
         return f"{before}\npolicy {self.policy} = {self.of} with {self.text[self.clauses :]}\n"
 
 
