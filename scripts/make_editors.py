@@ -27,7 +27,7 @@ from kvdsl.syntax.nodes import WORDS  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 
-DECLARING = ("import", "let", "override", "param", "policy", "extends", "with", "tensor", "given", "test")
+DECLARING = ("import", "let", "override", "param", "policy", "extends", "with", "input", "tensor", "given", "test")
 """The keywords that name something, which editors colour unlike those of statements."""
 SPELT = ("and", "not", "or")
 CONSTANTS = ("nan", "inf", "nothing")
@@ -61,9 +61,14 @@ _HIGHLIGHTS = """\
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
 (tensor name: (identifier) @variable.parameter)
+(input name: (identifier) @variable.parameter)
+(input_file name: (identifier) @variable.parameter)
 (given name: (identifier) @variable.parameter)
 (supplied (identifier) @variable.parameter)
 (tensor axis: (identifier) @constant.builtin)
+(input_file axis: (identifier) @constant.builtin)
+(member slot: (identifier) @variable)
+(member value: (identifier) @variable)
 (param kind: (identifier) @type.builtin)
 (set (identifier) @variable.parameter)
 (let name: (identifier) @variable . "=")

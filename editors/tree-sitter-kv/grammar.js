@@ -39,7 +39,7 @@ module.exports = grammar({
     _statement: ($) => choice($._plain, $.override),
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
-      $.param, $.let, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
+      $.param, $.let, $.input, $.input_file, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
       $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
@@ -50,6 +50,10 @@ module.exports = grammar({
     let: ($) => seq("let", field("name", $.identifier), optional($.names), "=", $._expression),
     names: ($) => seq("(", optional(parts($.parameter, ",")), ")"),
     parameter: ($) => seq(field("name", $.identifier), optional(seq("=", $._expression))),
+    input: ($) => seq("input", field("name", $.identifier), optional(seq("=", $._expression))),
+    input_file: ($) => seq(
+      "input", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
+    ),
     tensor: ($) => seq(
       "tensor", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
     ),
@@ -84,7 +88,7 @@ module.exports = grammar({
 
     // where, and how it is stored
     layers: ($) => seq("layers", $.range),
-    when: ($) => seq("when", $.identifier),
+    when: ($) => seq("when", $.identifier, optional(seq("blocks", "of", $._expression))),
     group: ($) => seq("group", $.identifier),
     positions: ($) => seq("positions", $.identifier),
     storage: ($) => seq("storage", $.identifier, optional($._expression)),
@@ -93,15 +97,21 @@ module.exports = grammar({
     range: ($) => seq(optional($._expression), "..", optional($._expression)),
 
     // expressions
-    _expression: ($) => choice($.binary, $.unary, $.number, alias($.identifier, $.name), $.call, seq("(", $._expression, ")")),
+    _expression: ($) => choice($.binary, $.unary, $.number, alias($.identifier, $.name), $.call, $.member, seq("(", $._expression, ")")),
     binary: ($) => choice(
       ...OPERATORS.map(([operator, strength]) => prec.left(strength, seq($._expression, operator, $._expression))),
       prec.right(POWER, seq($._expression, "**", $._expression)),
     ),
     unary: ($) => choice(prec(NOT, seq("not", $._expression)), prec(MINUS, seq("-", $._expression))),
     call: ($) => seq(field("function", $.identifier), "(", optional(parts($.argument, ",")), ")"),
-    argument: ($) => seq(optional(seq(field("name", $.identifier), "=")), $._expression, optional(choice($.over, $.over_last, $.over_next))),
-    over: ($) => seq("over", $.identifier, optional(seq("after", $._expression))),
+    member: ($) => seq(field("slot", $.identifier), ".", choice(field("value", $.identifier), seq("(", $._expression, ")"))),
+    argument: ($) => seq(
+      optional(seq(field("name", $.identifier), "=")), $._expression,
+      optional(choice($.over, $.over_last, $.over_next)), optional($.only), optional($.by),
+    ),
+    over: ($) => seq("over", $.identifier, optional(seq("after", $._expression)), optional(seq("as", field("slot", $.identifier)))),
+    only: ($) => seq("where", $._expression),
+    by: ($) => seq("by", $._expression),
     over_last: ($) => seq("over", "last", $._expression, "queries"),
     over_next: () => seq("over", "next", "page"),
 
