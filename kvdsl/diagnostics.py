@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from kvdsl.codes import Code, Severity
 from kvdsl.errors import KvdslError
-from kvdsl.helps import Fix, fixes_of, offer
+from kvdsl.helps import Fix, offer, spoken
 from kvdsl.source import SourceFile, Span
 
 
@@ -91,8 +91,8 @@ class Sink:
         key = (code.id, span, message)
         full = self.full if code.severity == "error" else len(self._found) >= MAX_FINDINGS
         if key not in self._found and not full:
-            said = None if help is None else str(help)
-            self._found[key] = Diagnostic(code.id, code.severity, message, span, said, tuple(labels), fixes_of(help, span))
+            said, fixes = spoken(help, span)
+            self._found[key] = Diagnostic(code.id, code.severity, message, span, said, tuple(labels), fixes)
             self._errors += code.severity == "error"
 
     def __iter__(self) -> Iterator[Diagnostic]:

@@ -56,6 +56,20 @@ def fixes_of(help: str | None, span: Span) -> tuple[Fix, ...]:
     return tuple(fix for fix in made if fix.span.text != fix.text)
 
 
+def spoken(help: str | None, span: Span) -> tuple[str | None, tuple[Fix, ...]]:
+    """The text of a help and its edits, in the words of the file's edition: from the second on, what is given and tensors are `input`."""
+    fixes = fixes_of(help, span)
+    if help is None or not _SECOND.match(span.file.text):
+        return None if help is None else str(help), fixes
+    edits = [Fix(fix.span, _INPUT_LINES.sub(r"\1input", fix.text), _INPUTS.sub("input", fix.title)) for fix in fixes]
+    return _INPUTS.sub("input", help), tuple(edits)
+
+
+_SECOND = re.compile(r"(?:\s|#[^\n]*\n)*kv[ \t]+2\b")
+_INPUTS = re.compile(r"(?<=`)(?:given|tensor)(?= )")
+_INPUT_LINES = re.compile(r"^([ \t]*)(?:given|tensor)(?= )", re.MULTILINE)
+
+
 # -- helps -------------------------------------------------------------------------------------------------------------
 
 

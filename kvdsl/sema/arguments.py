@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.helps import leave_out, offer
+from kvdsl.helps import Fix, Help, offer
 from kvdsl.ir.ops import PLAIN_REDUCTIONS, POOLS, REDUCTIONS
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
@@ -143,7 +143,8 @@ def over_without_reduction(function: str, ranges: Span, report: Report) -> None:
     """Reports an `over`, `where` or `by` in a call that reduces nothing."""
     word = ranges.text.split()[0]
     message = f"`{function}` is not a reduction of one value, so `{word}` has no meaning here"
-    help = leave_out(f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}", ranges)
+    place, title = ranges.file.span(ranges.start - 1, ranges.end), f"leave out `{ranges.quoted()}`"
+    help = Help(f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}", lambda span: Fix(place, "", title))
     report(codes.ARGUMENTS, ranges, message, help)
 
 

@@ -429,7 +429,7 @@ class Combinations:
 
     def _pages(self) -> None:
         readers = [part for part in self.parts if _reads_within(part, "page") or _reads_within(part, "next")]
-        if readers and "pages" not in self.parts.exprs and self._lacks("pages"):
+        if readers and "pages" not in self.parts.exprs and self._lacks("pages") and self.flat.module.edition == 1:
             message = "`over page` needs to know how long a page is"
             self.sink.report(codes.NO_PAGES, readers[0].span, message, add("add `pages 16`", ", say"))
         elif self._has("pages") and not readers and not self._has("select"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
+from kvdsl.helps import instead, leave_out
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
@@ -55,20 +57,33 @@ def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
     words = statement.span.text.split()
     word = words[1] if words[0] == "override" else words[0]
     if word in GONE:
-        yield statement.span, f"`{word}`", GONE[word]
+        yield statement.span, f"`{word}`", _without(statement.span, word)
     elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
         yield statement.span, "bare `keep`", "write out what the policy keeps, or begin anew without `extends`"
     elif isinstance(statement, syn.Param) and statement.unit is not None:
-        yield statement.unit.span, "units", "leave it out; a docstring or a comment can say it"
+        yield (
+            statement.unit.span,
+            "units",
+            leave_out("leave it out; a docstring or a comment can say it", statement.unit.span),
+        )
     elif isinstance(statement, syn.Budget) and statement.most is not None:
         value, most = statement.value.span.quoted(), statement.most.span.quoted()
         yield statement.most.span, "`at most`", f"write `budget min({value}, {most})`"
 
 
+def _without(span: Span, word: str) -> str:
+    """A help that says a statement by another word, or leaves it out."""
+    if GONE[word].startswith("write "):
+        return instead(GONE[word], re.sub(rf"\b{word}\b", "input", span.text, count=1))
+    return leave_out(GONE[word], span)
+
+
 def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
     """The ranges and functions in a tree."""
     if isinstance(node, syn.Over) and node.axis.text in _RANGES:
-        yield node.span, f"`over {node.axis.text}`", _RANGES[node.axis.text]
+        help = _RANGES[node.axis.text]
+        by_page = instead(help, "over slots by page(16)") if node.axis.text == "page" else help
+        yield node.span, f"`over {node.axis.text}`", by_page
     if isinstance(node, syn.Call) and node.function.text in _FUNCTIONS:
         yield node.function.span, f"`{node.function.text}`", _FUNCTIONS[node.function.text]
     for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():

@@ -216,9 +216,9 @@ def forms() -> tuple[Form, ...]:
     return (
         # -- the head of a file --
         _form(
-            r"^kv\s*(?:=|:)?\s*v?(?:1|1\.0+)$|^(?:version|edition)\s*[=:]?\s*\"?v?1(?:\.0+)?\"?$",
+            r"^(?:kv|version|edition)\s*[=:]?\s*\"?v?(?P<n>[12])(?:\.0+)?\"?$",
             "a file begins with its edition",
-            "kv 1",
+            "kv {n}",
         ),
         _form(
             r"^from\s+(?P<name>\w+)\s+import\s+(?P<names>.+)$",
@@ -375,7 +375,7 @@ def forms() -> tuple[Form, ...]:
         # -- statements that hold a word --
         *(
             _form(
-                rf"^(?P<keyword>{keyword})\b\s*[=:]?\s*"
+                rf"^(?P<keyword>{keyword})\b(?!.*\bblocks\b)\s*[=:]?\s*"
                 rf"(?P<rest>[\w\s,]*\b(?:{'|'.join([*words, *habits.SETTINGS.get(keyword, ())])})\b[\w\s,]*)$",
                 f"`{keyword}` takes one word: {', '.join(words[:-1])} or {words[-1]}",
                 _word,

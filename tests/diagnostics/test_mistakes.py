@@ -9,13 +9,14 @@ import pytest
 from kvdsl.codes import CODES
 from kvdsl.compiler import analyse
 from kvdsl.source import SourceFile
-from tests.diagnostics.mistakes import FILES, Mistake, broken_rule, read
+from tests.diagnostics.mistakes import FILES, Mistake, applied, broken_rule, read
 
 MISTAKES = [(name, mistake) for name in FILES for mistake in read(name)]
 WORDS_ONLY = {
     "KV0101": "the rest of the statement is not known",
     "KV0104": "which statement is meant is not known",
     "KV0111": "it says what a file may be called",
+    "KV0117": "what is written instead depends on what is read",
     "KV0201": "what stands for the name is a choice",
     "KV0202": "a statement does what the function would",
     "KV0204": "it shows the forms of an import; which one is meant is not known",
@@ -58,6 +59,24 @@ def test_a_help_that_quotes_code_has_an_edit() -> None:
     assert without <= WORDS_ONLY.keys()
     proposing = [one for one in found if re.match(r"write |did you mean |compare it|add ", one.help or "")]
     assert not [(one.code, one.help) for one in proposing if not one.fixes and one.code not in ("KV0204", "KV0409")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "help"),
+    [
+        ("keep where token == 198", "add `input token = 0`"),
+        ("keep where position >= turn", "add `input turn_start = 0`"),
+        ("given importance from caller", "write `input importance`"),
+        ("param sizes = [1, 2]", "come from a file: `input sizes [layers] from"),
+    ],
+)
+def test_helps_speak_the_edition_of_the_file(lines: str, help: str) -> None:
+    file = Mistake("", lines).file
+    analysis = analyse(SourceFile(file.name, file.text.replace("kv 1", "kv 2", 1), file.path))
+    found = analysis.diagnostics[0]
+    assert help in (found.help or "")
+    assert [applied(fix).ok for fix in found.fixes if fix.text.count("\n") < 2] in ([True], [])
+    assert not broken_rule(found, analysis)
 
 
 def test_no_mistake_is_there_twice() -> None:
