@@ -29,6 +29,7 @@ from kvdsl.lower.cpp_expressions import (
     CAN,
     DIM,
     HEAD,
+    OTHER,
     PAGES,
     SLOT,
     CountPrinter,
@@ -53,6 +54,7 @@ from kvdsl.lower.expression import (
     in_layers,
     is_vector,
     names_of,
+    of_slot_and_other,
     reads,
     texts,
     uses_of,
@@ -61,7 +63,7 @@ from kvdsl.lower.spelling import size_of
 from kvdsl.passes.parts import in_parts
 
 _INT_MAX = 2**31 - 1
-_INITIAL = {"max": "-INFINITY", "min": "INFINITY", "fold": "NAN"}
+_INITIAL = {"max": "-INFINITY", "min": "INFINITY", "fold": "NAN", "prune": "NAN"}
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
     _refuse_statements(policy)
     policy = in_parts(policy, CAN.knows)
     CAN.check_columns(policy.columns)
-    folded = [column for column in policy.columns if column.rule != "token"]
+    folded = [column for column in policy.columns if column.rule not in ("token", "prune")]
     before, hoisted = _hoist("row", [column.body for column in folded])
     row = SlotPrinter("row", hoisted)
     bodies = [row.body(column.body) for column in folded]
@@ -275,15 +277,19 @@ def _hoist(
 
     def statement(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
         CAN.check(expr)
-        if isinstance(expr, Reduce) and expr.axis is not Axis.SLOT:
+        if isinstance(expr, Reduce) and expr.axis not in (Axis.SLOT, Axis.OTHER):
             if expr.axis is not Axis.DIM:
                 return None
+            if (sides := of_slot_and_other(expr)) is not None:
+                vector = SlotPrinter(view, names, over_dims=True, alone=alone)
+                both = (function_of(vector.value(side), SLOT, DIM) for side in (sides[0], sides[1].body))
+                return fragment(f"const auto {name} = {view}.products({size_of_dims(view, expr.body)}, {{}}, {{}});", *both)
             if not varies(expr) or expr not in inside:
                 return _over_dims(view, expr, name, names, alone=alone)
             if of_query_heads(expr) and not alone:
                 raise NotLowerable("a reduction over dims of what a query is compared with, inside another one")
-            made = function_of(SlotPrinter(view, names, alone=alone).value(expr), SLOT)
-            return fragment(f"const auto {name} = {view}.each({{}});", made)
+            made = function_of(SlotPrinter(view, names, alone=alone).value(expr), SLOT, DIM)
+            return fragment(f"const auto {name} = {view}.each(1, {{}});", made)
         if of_query_heads(expr) and not alone:
             raise NotLowerable("a reduction over slots of what a query is compared with")
         printer = SlotPrinter(view, names, alone=alone)
@@ -297,15 +303,23 @@ def _hoist(
             body = function_of(printer.value(expr.body), SLOT)
             return fragment(f"const auto {name} = {view}.rank({{}}{'{}' * len(pages)});", body, *pages)
         vectors = dims_of(expr.body) != ""
-        body = replace(printer, over_dims=vectors).value(expr.body)
+        body, width = replace(printer, over_dims=vectors).value(expr.body), size_of_dims(view, expr.body) if vectors else "1"
+        if expr.axis is Axis.OTHER:
+            itself, made = "true" if expr.within == "self" else "false", function_of(body, SLOT, OTHER, DIM)
+            return fragment(f"const auto {name} = {view}.{expr.op}_of_others({width}, {itself}, {{}});", made)
         if vectors or expr.within != "all":
-            width = size_of_dims(view, expr.body) if vectors else "1"
             pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within != "all" else ()
             made = function_of(body, SLOT, DIM)
             return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({width}, {{}}{'{}' * len(pages)});", made, *pages)
         return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
-    return hoist(exprs, statement, known)
+    def closed(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
+        made = statement(expr, name, names)
+        if made is not None and OTHER in made.uses:
+            raise NotLowerable("a reduction of what a slot is compared with, inside another one")
+        return made
+
+    return hoist(exprs, closed, known)
 
 
 def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
@@ -330,7 +344,7 @@ def _first(view: str, policy: Policy, uses: Iterable[Use], written: list[Column]
 def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str], *, alone: bool) -> Fragment | None:
     """The statement of a reduction over dims that is the same for every slot; None where it is not."""
     made = SlotPrinter(view, names, alone=alone)(expr) if expr.within == "all" else None
-    if made is None or SLOT in made.uses or HEAD in made.uses:
+    if made is None or {SLOT, HEAD, OTHER} & {*made.uses}:
         return None
     return fragment(f"const float {name} = {{}};", made)
 
@@ -396,19 +410,21 @@ def _settle(policy: Policy) -> _Settle:
     scores = {"score": policy.score} | {f"top_{n}": keep.by for n, keep in enumerate(tops, start=1) if keep.by is not None}
     # A pool goes by what may not leave, so that it comes behind all else.
     late = {} if not any(isinstance(part, Pool) for part in walk(policy.score)) else {"score": scores.pop("score")}
-    before, hoisted = _hoist("head", [*scores.values(), *conditions])
+    prunes = [column for column in policy.columns if column.rule == "prune"]
+    before, hoisted = _hoist("head", [*scores.values(), *conditions, *(column.body for column in prunes)])
     printer = SlotPrinter("head", hoisted)
     values = {name: printer.value(expr) for name, expr in scores.items()}
     protect = _protect(policy, printer)
     pools, hoisted = _hoist("head", late.values(), hoisted)
     last = [fragment("score[i] = {};", SlotPrinter("head", hoisted).value(expr)) for expr in late.values()]
+    last += [fragment(f"{column.name}[i] = {{}};", SlotPrinter("head", hoisted).value(column.body)) for column in prunes]
     uses = uses_of(*values.values(), *protect, *before, *pools, *last)
     names = ["score", *(f"top_{n}" for n in range(1, len(tops) + 1))]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
     rings = _ring_reductions(uses, len(names))
     budget = _count("head", policy.measured, policy.layers, policy)
     return _Settle(
-        before=(*_first("head", policy, uses), *rings, *texts(before), *pointers),
+        before=(*_first("head", policy, uses, prunes), *rings, *texts(before), *pointers),
         loop=tuple(f"{name}[i] = {value};" for name, value in values.items()),
         protect=(*texts(protect), *texts(pools)),
         last=texts(last),

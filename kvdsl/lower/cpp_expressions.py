@@ -23,6 +23,7 @@ from kvdsl.ir.nodes import (
     GivenRef,
     Input,
     Number,
+    Other,
     ParamRef,
     Pool,
     Random,
@@ -57,13 +58,14 @@ _FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
 _FOLDED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
         "history": _FOLDED,
         "slots": _FOLDED,
         "dims": _FOLDED,
         "sketch": _FOLDED,
         "page": _FOLDED,
         "next": _FOLDED,
+        "others": ("sum", "mean", "max", "min"),
         "heads": ("sum", "mean", "max", "min"),
     },
     functions=("neg", "not", "where", *_FUNCTIONS),
@@ -157,7 +159,7 @@ def varies(expr: Expr) -> bool:
     return Axis.SLOT in axes_of(expr)
 
 
-SLOT, DIM, HEAD = (Use("index", name) for name in "idg")
+SLOT, DIM, HEAD, OTHER = (Use("index", name) for name in "idgo")
 PAGES = Use("helper", "pages")
 """Which slots lie in one page."""
 
@@ -172,15 +174,21 @@ class SlotPrinter(_CppPrinter):
     """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
 
     `hoisted` names the reductions over slots, and what else is found of all slots at once, that stand before the loop; `over_dims` is set
-    inside a loop over d, `alone` where the row has one query head.
+    inside a loop over d, `alone` where the row has one query head. `at` is the index: `o` of the other slot, where slots are compared.
     """
 
     view: str
     hoisted: Mapping[Expr, str]
     over_dims: bool = False
     alone: bool = False
+    at: str = "i"
 
     one, zero = "1.0f", "0.0f"
+
+    @property
+    def slot(self) -> Use:
+        """The index that values of the slot need."""
+        return Use("index", self.at)
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
@@ -188,28 +196,28 @@ class SlotPrinter(_CppPrinter):
         if isinstance(expr, ParamRef):
             return Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))")
         if isinstance(expr, Random):
-            return Fragment(f"{self.view}.random(i)", uses=(SLOT,))
+            return Fragment(f"{self.view}.random({self.at})", uses=(self.slot,))
         if isinstance(expr, ColumnRef):
-            return Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), SLOT))
+            return Fragment(f"{expr.name}[{self.at}]", uses=(Use("column", expr.name), self.slot))
         if isinstance(expr, RingRef):
-            return Fragment(f"{ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), SLOT))
+            return Fragment(f"{ring_name(expr)}[{self.at}]", uses=(Use("ring", expr.name, expr.op), self.slot))
         if isinstance(expr, TensorRef):
             return constant(self.view, expr)
         return self._input(expr.name)
 
     def _input(self, name: str) -> Fragment:
-        view, own = self.view, Use("input", name)
+        view, at, own = self.view, self.at, Use("input", name)
         per_slot = {
-            "attn": "row.attn[i]",
-            "logit": "row.logit[i]",
-            "position": f"static_cast<float>({view}.position[i])",
-            "age": f"static_cast<float>({view}.age(i))",
-            "observed": f"{view}.observed(i)",
+            "attn": f"row.attn[{at}]",
+            "logit": f"row.logit[{at}]",
+            "position": f"static_cast<float>({view}.position[{at}])",
+            "age": f"static_cast<float>({view}.age({at}))",
+            "observed": f"{view}.observed({at})",
         }
         if name in per_slot:
-            return Fragment(per_slot[name], uses=(own, SLOT))
+            return Fragment(per_slot[name], uses=(own, self.slot))
         if name in ("k", "v"):
-            return Fragment(f"{view}.{name}(i, d)", uses=(own, SLOT, DIM))
+            return Fragment(f"{view}.{name}({at}, d)", uses=(own, self.slot, DIM))
         if name in OF_QUERY_HEADS:
             g = () if self.alone else (HEAD,)
             if name == "q":
@@ -232,31 +240,39 @@ class SlotPrinter(_CppPrinter):
             return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
         return fragment(f"kvdsl::{expr.op}_over({size_of_dims(self.view, expr.body)}, {{}})", function_of(body, DIM))
 
+    def other(self, expr: Other) -> Fragment:
+        return replace(self, at=OTHER.name)(expr.body)
+
     def _hoisted(self, expr: Reduce, name: str) -> Fragment:
         """What was found before the loop: of all slots, dim by dim perhaps, of a slot's page, or of what all heads have at a slot."""
+        if expr.axis is Axis.DIM and Axis.OTHER in axes_of(expr):
+            return Fragment(f"{name}({self.at}, {OTHER.name})", uses=(self.slot, OTHER))
         if expr.axis is Axis.HEAD or (expr.axis is Axis.DIM and varies(expr)):
-            return Fragment(f"{name}[i]", uses=(SLOT,))
+            return Fragment(f"{name}[{self.at}]", uses=(self.slot,))
         size = size_of_dims(self.view, expr.body) if dims_of(expr.body) else ""
+        if expr.axis is Axis.OTHER:
+            at = f"{self.at} * {size} + d" if size else self.at
+            return Fragment(f"{name}[{at}]", uses=(self.slot, *((DIM,) if size else ())))
         if expr.within not in ("page", "next"):
             return Fragment(f"{name}[d]", uses=(DIM,)) if is_vector(expr) else Fragment(name)
-        page = "pages.of[i]" if expr.within == "page" else "pages.next(i)"
+        page = f"pages.of[{self.at}]" if expr.within == "page" else f"pages.next({self.at})"
         at = (
-            Fragment(f"{name}[{page} * {size} + d]", uses=(PAGES, SLOT, DIM))
+            Fragment(f"{name}[{page} * {size} + d]", uses=(PAGES, self.slot, DIM))
             if size
-            else Fragment(f"{name}[{page}]", uses=(PAGES, SLOT))
+            else Fragment(f"{name}[{page}]", uses=(PAGES, self.slot))
         )
         if expr.within == "page":
             return at
         return fragment(f"({page} < 0 ? {_of_nothing(expr.op)} : {{}})", at)
 
     def rank(self, expr: Rank) -> Fragment:
-        return Fragment(f"{self.hoisted[expr]}[i]", uses=(SLOT,))
+        return Fragment(f"{self.hoisted[expr]}[{self.at}]", uses=(self.slot,))
 
     def pool(self, expr: Pool) -> Fragment:
-        return Fragment(f"{self.hoisted[expr]}[i]", uses=(SLOT,))
+        return Fragment(f"{self.hoisted[expr]}[{self.at}]", uses=(self.slot,))
 
     def fold(self, expr: FoldRef) -> Fragment:
-        held = Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), SLOT))
+        held = Fragment(f"{expr.name}[{self.at}]", uses=(Use("column", expr.name), self.slot))
         return fragment("kvdsl::begun({}, {})", held, self.value(expr.start))
 
     def body(self, expr: Expr) -> Fragment:

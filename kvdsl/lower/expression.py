@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeVar
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Binary,
@@ -109,6 +110,21 @@ def bounds_pages(policy: Policy) -> bool:
 
 def _factors(expr: Expr) -> set[Expr]:
     return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
+
+
+def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
+    """The vectors of a product of a slot's and another one's, which is one of matrices."""
+    body = expr.body
+    if expr.op != "sum" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for left, right in ((body.left, body.right), (body.right, body.left)):
+        if (
+            axes_of(left) == {Axis.SLOT, Axis.DIM}
+            and isinstance(right, Other)
+            and axes_of(right.body) == {Axis.SLOT, Axis.DIM}
+        ):
+            return left, right
+    return None
 
 
 class Use(NamedTuple):

@@ -47,6 +47,7 @@ from kvdsl.lower.expression import (
     as_float32,
     dims_of,
     fragment,
+    of_slot_and_other,
     pair,
 )
 from kvdsl.lower.spelling import spelled
@@ -444,7 +445,7 @@ class _PairPrinter(TensorPrinter):
 
     def _over_dims(self, expr: Reduce) -> Fragment:
         inside = self._inside(dims=True)
-        if (sides := _of_slot_and_other(expr)) is not None:
+        if (sides := of_slot_and_other(expr)) is not None:
             made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
         else:
             self.compares_vectors = True
@@ -457,21 +458,6 @@ def _listed(parts: list[Fragment], name: str, part: Fragment) -> Fragment:
     if part not in parts:
         parts.append(part)
     return Fragment(f"{name}[{parts.index(part)}]")
-
-
-def _of_slot_and_other(expr: Reduce) -> tuple[Expr, Expr] | None:
-    """The vectors of a product of a slot's and another one's, which is one of matrices."""
-    body = expr.body
-    if expr.op != "sum" or not (isinstance(body, Binary) and body.op == "*"):
-        return None
-    for left, right in ((body.left, body.right), (body.right, body.left)):
-        if (
-            axes_of(left) == {Axis.SLOT, Axis.DIM}
-            and isinstance(right, Other)
-            and axes_of(right.body) == {Axis.SLOT, Axis.DIM}
-        ):
-            return left, right
-    return None
 
 
 def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:

@@ -315,20 +315,9 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 
 _NOWHERE = {
-    *(
-        f"{op} {over} {where}"
-        for op in ("sum", "mean", "std", "var", "max", "min")
-        for over, where in (
-            ("over", "others"),
-            *(("of some of", one) for one in ("next page", "slots as j", "others", "a key")),
-        )
-    ),
-    "rank in a key",
-    *("median over slots", "median over the last N queries", "rank in a query"),
-    *(f"fold over prunes{more}" for more in ("", ", of a fold", ", of heads that agree")),
+    *("median over slots", "median over the last N queries", "rank in a query", "fold over prunes, of heads that agree"),
     *(f"rotation in a {place}" for place in ("score", "query", "selection")),
     *(f"leverage of {what}" for what in ("keys", "weighed values")),
-    *(f"others in {place}" for place in ("a budget", "a prune", "distances", "the newest that is alike", "what is kept")),
     *(f"a tensor in a projection of {what}" for what in ("a mean", "a score", "what is selected")),
     *(f"a tensor in {place} query heads" for place in ("vectors of", "a selection by vectors of")),
     "a given value in a sketch",
@@ -342,11 +331,18 @@ WITHOUT_KERNELS = {
     "triton": _NOWHERE | {
         *(f"{op} {of} dims" for op in ("sum", "mean", "std", "var", "max", "min") for of in ("over", "of some of")),
         *(f"{op} of some of sketch" for op in ("sum", "mean", "std", "var", "max", "min")),
-        *(f"{op} over {where}" for op in ("sum", "mean", "std", "var", "max", "min") for where in ("page", "next page")),
-        *(f"{op} of some of page" for op in ("sum", "mean", "std", "var", "max", "min")),
+        *(
+            f"{op} {over}"
+            for op in ("sum", "mean", "std", "var", "max", "min")
+            for over in (
+                "over page", "over next page", "over others",
+                *(f"of some of {where}" for where in ("page", "next page", "slots as j", "others", "a key")),
+            )
+        ),
+        *(f"others in {place}" for place in ("a budget", "a prune", "distances", "the newest that is alike", "what is kept")),
         *("max_pool", "mean_pool"),
-        *(f"rank in {place}" for place in ("all", "page", "a selection", "a page of a selection")),
-        *(f"fold over queries{more}" for more in ("", ", with another in it", ", of vectors")),
+        *(f"rank in {place}" for place in ("a key", "all", "page", "a selection", "a page of a selection")),
+        *(f"fold over {what}" for what in ("queries, of vectors", "prunes", "prunes, of a fold")),
         *(f"{op} over sketch" for op in ("mean", "std", "var", "max", "min")),
         *(f"a tensor in a {place}" for place in ("count that a selection keeps", "reduction over queries and dims", "selection", "sketch")),
         *(f"vectors in {place}" for place in ("a reduction of products", "a selection", "what a query gives")),

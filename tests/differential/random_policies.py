@@ -345,7 +345,7 @@ class Maker:
             axes += ["text"] * 4
         if not self.fused and not place.query and not place.asks and self.one_of(*[False] * 31, True):
             axes.append("leverage")
-        if not self.fused and not place.query and not place.asks and not place.dims and self.rarely():
+        if not place.query and not place.asks and not place.dims and self.rarely():
             axes.append("others")
         makers = {
             "text": self.over_text, "leverage": self.leverage,

@@ -128,6 +128,23 @@ struct Pages {
   }
 };
 
+// Products of every slot's vector and the other slots', which lie one after the other.
+struct Pairs {
+  std::vector<float> own, other;  // [slots, dims]
+  int dims;
+
+  float operator()(int i, int o) const { return product(own.data() + int64_t{i} * dims, other.data() + int64_t{o} * dims, dims); }
+
+ private:
+  // Not inlined into loops over pairs of slots, of which GCC would vectorise none then.
+  [[gnu::noinline]] static float product(const float* a, const float* b, int dims) {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int d = 0; d < dims; ++d) total += a[d] * b[d];
+    return total;
+  }
+};
+
 // The slots of a head, and reductions over those that are visible: what queries and heads have in common.
 struct Slots {
   int slots;                // how many are allocated
@@ -313,14 +330,43 @@ struct Slots {
     return found;
   }
 
-  // value(i) of every visible slot.
+  // value(i, d) of every visible slot.
   template <class Value>
-  std::vector<float> each(Value&& value) const {
-    std::vector<float> found(static_cast<std::size_t>(slots));
+  std::vector<float> each(int dims, Value&& value) const {
+    std::vector<float> found(static_cast<std::size_t>(slots) * dims);
     for (int i = 0; i < slots; ++i) {
-      if (visible(i)) found[i] = value(i);
+      for (int d = 0; d < dims && visible(i); ++d) found[int64_t{i} * dims + d] = value(i, d);
     }
     return found;
+  }
+
+  template <class Own, class Other>
+  Pairs products(int dims, Own&& own, Other&& other) const {
+    return Pairs{each(dims, own), each(dims, other), dims};
+  }
+
+  // For every visible slot i reductions of value(i, o, d) over the other ones, o, or with `itself` over all; for each of some dims.
+  template <class Value>
+  std::vector<float> sum_of_others(int dims, bool itself, Value&& value) const {
+    return fold_others(dims, itself, 0.0f, [&](float total, int i, int o, int d) { return total + value(i, o, d); });
+  }
+
+  template <class Value>
+  std::vector<float> mean_of_others(int dims, bool itself, Value&& value) const {
+    std::vector<float> means = sum_of_others(dims, itself, value);
+    const float others = static_cast<float>(count() - (itself ? 0 : 1));
+    for (float& mean : means) mean /= others;
+    return means;
+  }
+
+  template <class Value>
+  std::vector<float> max_of_others(int dims, bool itself, Value&& value) const {
+    return fold_others(dims, itself, -INFINITY, [&](float top, int i, int o, int d) { return maximum(top, value(i, o, d)); });
+  }
+
+  template <class Value>
+  std::vector<float> min_of_others(int dims, bool itself, Value&& value) const {
+    return fold_others(dims, itself, INFINITY, [&](float least, int i, int o, int d) { return minimum(least, value(i, o, d)); });
   }
 
   // The fewest visible slots, the highest by(i) first, whose value(i) come to a share of the sum over all.
@@ -348,6 +394,19 @@ struct Slots {
   }
 
  private:
+  template <class Fold>
+  std::vector<float> fold_others(int dims, bool itself, float start, Fold&& fold) const {
+    std::vector<float> folded(static_cast<std::size_t>(slots) * dims, start);
+    for (int i = 0; i < slots; ++i) {
+      float* const to = folded.data() + int64_t{i} * dims;
+      for (int o = 0; o < slots && visible(i); ++o) {
+        if (!visible(o) || (o == i && !itself)) continue;
+        for (int d = 0; d < dims; ++d) to[d] = fold(to[d], i, o, d);
+      }
+    }
+    return folded;
+  }
+
   // The visible slots by page, by value(i) within it, of equals the older first.
   template <class Value, class Page>
   std::vector<int32_t> ordered(Value&& value, Page&& page) const {
