@@ -251,8 +251,8 @@ class SlotPrinter(_CppPrinter):
             return Fragment(f"{name}[{self.at}]", uses=(self.slot,))
         size = size_of_dims(self.view, expr.body) if dims_of(expr.body) else ""
         if expr.axis is Axis.OTHER:
-            at = f"{self.at} * {size} + d" if size else self.at
-            return Fragment(f"{name}[{at}]", uses=(self.slot, *((DIM,) if size else ())))
+            place = f"{self.at} * {size} + d" if size else self.at
+            return Fragment(f"{name}[{place}]", uses=(self.slot, *((DIM,) if size else ())))
         if expr.within not in ("page", "next"):
             return Fragment(f"{name}[d]", uses=(DIM,)) if is_vector(expr) else Fragment(name)
         page = f"pages.of[{self.at}]" if expr.within == "page" else f"pages.next({self.at})"
