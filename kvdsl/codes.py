@@ -358,7 +358,8 @@ NOT_HERE = _code(
     "not known at this place",
     "Budgets, counts and defaults are fixed when a text's prompt is known: they can read `prompt`, `layer`, `layers`, "
     "the budget and params, but nothing that changes from step to step; a default reads only the params before it. Budgets, and counts of "
-    "tokens that are kept or selected, may read tensors and differ between the KV heads of a layer; what these have in common may not.",
+    "tokens that are kept or selected, may read tensors and differ between the KV heads of a layer; what these have in common may not. "
+    "A condition by which tokens are selected is of a token, and known of no page.",
     _policy("param budget = live / 2", "score position"),
 )
 NOT_A_FUNCTION = _code(
@@ -585,7 +586,7 @@ REUSED = _code(
     "KV0441",
     "layers that cannot take over a choice",
     "`select ... in layers 2, 13 reused above` has the layers above attend to what these choose, token by token of the text. So they "
-    "have to hold the same tokens, which layers that evict do not.",
+    "have to hold the same tokens, which layers that evict do not. A weight is of the layer that chose, and is handed to no other.",
     _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) in layers 2 reused above"),
 )
 EACH = _code(
@@ -594,7 +595,7 @@ EACH = _code(
     "Under `group each` every query head selects for itself: nothing reduces what the query heads of a KV head find. They still share "
     "its tokens, its budget and its sketch, and the heads of a layer vote as KV heads. So what a score, a budget, a `keep`, a `sketch` "
     "or `over heads` reads is the same for all of them: keys, values and positions, but no `attn` and no `q`. Without `select` "
-    "there is nothing to choose.",
+    "there is nothing to choose. A condition on tokens that reads `q`, `select where dot(q, k) > 0`, needs `group each`.",
     _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k)", "group each"),
 )
 COMPACT = _code(

@@ -524,6 +524,7 @@ log = _each(_mapped(math.log), lambda x: math.log(x) if x > 0 else -inf if x == 
 tanh = _each(_mapped(math.tanh), None, float)
 cos = _each(_mapped(math.cos), lambda x: math.cos(x) if math.isfinite(x) else nan, float)
 sin = _each(_mapped(math.sin), lambda x: math.sin(x) if math.isfinite(x) else nan, float)
+arccos = _each(_mapped(math.acos), lambda x: math.acos(x) if -1 <= x <= 1 else nan, float)
 floor, ceil = (_each(_mapped(_whole(to)), None, float) for to in (math.floor, math.ceil))
 isnan, isinf, isfinite = (_each(_mapped(of), None, bool) for of in (math.isnan, math.isinf, math.isfinite))
 _less, _at_most = _each(_mapped(operator.lt), None, bool), _each(_mapped(operator.le), None, bool)

@@ -204,6 +204,8 @@ def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
         yield "select", policy.select.by
         if policy.select.measured is not None:
             yield "select", policy.select.measured
+        if policy.select.weight is not None:
+            yield "weight", policy.select.weight
     if policy.sketch is not None:
         yield "sketch", policy.sketch.by
 

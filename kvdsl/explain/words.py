@@ -145,6 +145,8 @@ def _selects(policy: Policy) -> Iterator[str]:
         f"attends to {_selected(policy)} tokens{unit}: what is protected, and those with the highest "
         f"{print_expression(policy.select.by)}; a prompt attends to all"
     )
+    if policy.select.weight is not None:
+        yield "what is attended to counts in the softmax as often as its weight says"
     if policy.group == "each":
         yield "each query head for itself, also of those that share a KV head"
     layers = LayerRange(low=policy.select.low, high=policy.select.high)

@@ -71,6 +71,7 @@ def attend(
     call: Call,
     selected: Mask | None = None,
     distance: Indices | None = None,
+    weight: Array | None = None,
 ) -> Attention:
     """Softmax attention over the slots that the query sees.
 
@@ -80,12 +81,17 @@ def attend(
         newest: the query's position in the text.
         selected: [n] the slots that it attends to, of those that it sees, or [G, n] those of each query head; None: all.
         distance: [n] how many places each slot stands behind the query; None: as in the text.
+        weight: [1, n] how many times each slot counts, or [G, n] of each query head; one that is no positive number has no share.
     """
     if selected is not None and selected.ndim == 2:
-        heads = [(q[g : g + 1], call.of(g), own) for g, own in enumerate(selected)]
-        return _joined([attend(key, value, position, one, newest, alone, own, distance) for one, alone, own in heads])
+        heads = [
+            (q[g : g + 1], call.of(g), own, None if weight is None else weight[g : g + 1]) for g, own in enumerate(selected)
+        ]
+        return _joined([attend(key, value, position, one, newest, alone, own, distance, w) for one, alone, own, w in heads])
     visible = is_visible(position, newest, call.window)
     visible = visible if selected is None else visible & selected
+    if weight is not None:
+        visible = visible & (weight[0] > 0) & np.isfinite(weight[0])
     seen = q @ key[visible].T * call.scaling
     if call.softcap is not None:
         seen = call.softcap * np.tanh(seen / call.softcap)
@@ -94,7 +100,8 @@ def attend(
         seen = seen - call.slopes[:, None] * behind[visible]
     probs, logits = np.zeros((len(q), len(key))), np.full((len(q), len(key)), -np.inf)
     logits[:, visible] = seen
-    probs[:, visible] = _softmax(seen, call.sinks)
+    if visible.any():
+        probs[:, visible] = _softmax(seen if weight is None else seen + np.log(weight[:, visible]), call.sinks)
     return Attention(probs[:, visible] @ value[visible], probs, logits, visible)
 
 

@@ -564,6 +564,7 @@ _FUNCTIONS: dict[str, Callable[..., Array]] = {
     "sqrt": np.sqrt,
     "exp": np.exp,
     "log": np.log,
+    "acos": np.arccos,
     "floor": np.floor,
     "ceil": np.ceil,
     "min": lambda *args: reduce(np.minimum, args),

@@ -138,7 +138,7 @@ class Operations:
         newest = head.seen - 1
         chosen = self.select(head, newest, q, peers) if taken is None else taken
         attended = None if self.numbers.chooses else chosen
-        found = self.attend(head, newest, q, attended)
+        found = self.attend(head, newest, q, attended, self.weight(head, newest, q))
         attn, logit = self.over_group(found.probs), self.over_group(found.logits)
         self.observe(head, newest, attn, logit, q)
         return Attended(found.out, attn, logit, attended, chosen if self.numbers.chooses else None)
@@ -161,13 +161,15 @@ class Operations:
             self.observe(head, newest, attn, np.full_like(attn, np.nan), None)
         return Attended(np.zeros(0), attn, np.zeros(0))
 
-    def attend(self, head: Head, newest: int, q: Array, chosen: Mask | None = None) -> Attention:
-        """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these."""
+    def attend(
+        self, head: Head, newest: int, q: Array, chosen: Mask | None = None, weight: Array | None = None
+    ) -> Attention:
+        """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these, each weighed."""
         if self.policy.positions == "original":
-            return attend(head.key, head.value, head.position, q, newest, self.call, chosen)
+            return attend(head.key, head.value, head.position, q, newest, self.call, chosen, weight=weight)
         key, q = at_ranks(head.key, head.position, q, newest, self.call.rope)
         distance = rank_distances(head.position, newest)
-        return attend(key, head.value, head.position, q, newest, self.call, chosen, distance)
+        return attend(key, head.value, head.position, q, newest, self.call, chosen, distance, weight)
 
     def observe(self, head: Head, newest: int, attn: Array, logit: Array, q: Array | None) -> None:
         """Remember what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""
@@ -241,6 +243,14 @@ class Operations:
         scope = replace(self.scope(head, seen, newest), heads=heads)
         by[:, seen] = self._per_choice(self.policy.select.by, scope, q, evaluate_slots)
         return by
+
+    def weight(self, head: Head, newest: int, q: Array) -> Array | None:
+        """How many times each slot counts for the decode query at `newest`, as `selects_by`; None if the policy weighs nothing."""
+        if self.policy.select is None or self.policy.select.weight is None or not self.numbers.selects:
+            return None
+        found, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
+        found[:, seen] = self._per_choice(self.policy.select.weight, self.scope(head, seen, newest), q, evaluate_slots)
+        return found
 
     def asked(self, head: Head, newest: int, q: Array) -> Peer:
         """The head as one of its layer's that are asked together at the query at `newest`, q [G, D]."""

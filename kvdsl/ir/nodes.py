@@ -382,11 +382,15 @@ class Select(Node):
 
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
     (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
+
+    With `weight` (axes query and slot) each that is attended to counts in the softmax so many times; one whose weight is no positive
+    number has no share.
     """
 
     count: Expr
     by: Expr
     measured: Expr | None = None
+    weight: Expr | None = None
     low: Expr | None = None
     high: Expr | None = None
     choosing: tuple[Expr, ...] = ()
@@ -513,6 +517,11 @@ class Policy(Node):
         return self.select is not None and bool(self.select.choosing)
 
     @property
+    def weighs(self) -> bool:
+        """Whether what a decode query attends to counts by a weight."""
+        return self.select is not None and self.select.weight is not None
+
+    @property
     def reads_text(self) -> bool:
         """Whether the score reads the queries of the whole prompt."""
         return self.score is not None and any(
@@ -524,6 +533,7 @@ class Policy(Node):
         """Whether an expression asks how the model rotates keys."""
         by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
         by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
+        by += [] if self.select is None else [self.select.measured, self.select.weight]
         return any(isinstance(part, Rotate) for expr in by if expr is not None for part in _parts(expr))
 
     @property

@@ -154,6 +154,7 @@ FUNCTIONS = _table(
         FunctionRow("sqrt", math.sqrt, 1, _AS_IN_MATHEMATICS),
         FunctionRow("exp", math.exp, 1, _AS_IN_MATHEMATICS),
         FunctionRow("log", math.log, 1, _AS_IN_MATHEMATICS),
+        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS),
         FunctionRow("floor", lambda a: float(math.floor(a)), 1, _AS_IN_MATHEMATICS),
         FunctionRow("ceil", lambda a: float(math.ceil(a)), 1, _AS_IN_MATHEMATICS),
     ]

@@ -221,7 +221,8 @@ def print_select(select: Select) -> str:
     layers = LayerRange(low=select.low, high=select.high)
     where = "" if layers == LayerRange() else f" in layers {print_range(layers)}"
     where = f" in layers {print_choosing(select)} reused above" if select.choosing else where
-    return f"select top {print_count(select)} by {print_expression(select.by)}{where}"
+    weight = "" if select.weight is None else f" weight {print_expression(select.weight)}"
+    return f"select top {print_count(select)} by {print_expression(select.by)}{weight}{where}"
 
 
 def print_choosing(select: Select) -> str:

@@ -207,6 +207,8 @@ def _refuse_statements(policy: Policy) -> None:
     shared = policy.victims != "own" and policy.when != "prefill"
     if shared:
         raise NotLowerable(f"`victims shared by {policy.victims}`")
+    if policy.weighs:
+        raise NotLowerable("`weight` on what is attended to")
 
 
 def _needs_keys(uses: Iterable[Use]) -> bool:

@@ -53,7 +53,7 @@ from kvdsl.lower.spelling import spelled
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
-_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "floor", "ceil")} | {"abs": "std::fabs"}
+_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "acos", "floor", "ceil")} | {"abs": "std::fabs"}
 _FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
 _FOLDED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(

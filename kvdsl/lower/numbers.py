@@ -277,6 +277,8 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
     yield from (part.by for part in (policy.select, policy.sketch) if part is not None)
     if policy.select is not None and policy.select.measured is not None:
         yield from (policy.select.measured, *_ends(policy.select))
+    if policy.select is not None and policy.select.weight is not None:
+        yield policy.select.weight
     if policy.measured is not None:
         yield from (policy.measured, *_ends(policy.layers))
     if policy.score is not None:

@@ -68,7 +68,7 @@ class PackagePlan:
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
         cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
             `triton_prompt`: None, too, where it observes nothing; `triton_words`: the sentences of both.
-        keeps_text, budget_text, count_text, score_text, select_text, sketch_text: what the user wrote.
+        keeps_text, budget_text, count_text, score_text, select_text, weight_text, sketch_text: what the user wrote.
     """
 
     name: str
@@ -101,6 +101,7 @@ class PackagePlan:
     score_text: str
     weigh_text: str
     select_text: str
+    weight_text: str
     sketch_text: str
 
 
@@ -150,6 +151,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         count_text="" if policy.select is None else print_count(policy.select),
         score_text="" if policy.score is None else print_expression(policy.score),
         weigh_text=print_across_layers(policy.across_layers).strip(),
+        weight_text="" if policy.select is None or policy.select.weight is None else print_expression(policy.select.weight),
         select_text="" if policy.select is None else print_expression(policy.select.by),
         sketch_text="" if policy.sketch is None else print_expression(policy.sketch.by),
     )
@@ -183,6 +185,7 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "heads_vote": policy.heads_vote,
         "reuses": policy.reuses,
         "counts": policy.select is not None and policy.select.measured is not None,
+        "weighs": policy.weighs,
         "sketches": policy.sketch is not None,
         "bounds_pages": bounds_pages(policy),
         "compact": policy.positions == "compact",

@@ -38,6 +38,7 @@ class TorchPlan:
     count: tuple[str, ...]
     weigh: tuple[str, ...]
     select: tuple[str, ...]
+    weight: tuple[str, ...]
     sketch: tuple[str, ...]
 
 
@@ -61,6 +62,8 @@ def torch_plan(policy: Policy) -> TorchPlan:
     weigh = [] if by is None else [fragment("return {}", slots.value(by))]
     select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
     count = [] if policy.select is None or policy.select.measured is None else [fragment("return {}", _count(policy.select))]
+    weighed = None if policy.select is None else policy.select.weight
+    weight = [] if weighed is None else [fragment("return {}", row.body(weighed))]
     dims = TensorPrinter("row", dims=True)
     sketch = [] if policy.sketch is None else [fragment("return {}", dims.body(policy.sketch.by))]
     evicts, selects = policy.budget is not None, policy.select is not None
@@ -70,7 +73,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
         summary=evicted if evicts or not selects else attended,
         protected="What may not leave." if evicts else "What is always attended to.",
         uses_torch=TORCH
-        in uses_of(*place, *observe, *fold, *prune, *protect, *budget, *score, *weigh, *count, *select, *sketch),
+        in uses_of(*place, *observe, *fold, *prune, *protect, *budget, *score, *weigh, *count, *select, *weight, *sketch),
         vectors=VECTORS in uses_of(*observe, *fold),
         observe=_function("row", observe),
         fold=_returned("row", fold),
@@ -83,6 +86,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
         count=_function("row", count),
         weigh=_function("slots", weigh),
         select=_function("row", select),
+        weight=_function("row", weight),
         sketch=_function("row", sketch),
     )
 

@@ -58,7 +58,7 @@ _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 _OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
 _OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
-_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")}
+_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "acos", "floor", "ceil")}
 _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={

@@ -224,6 +224,7 @@ def _refuse_statements(policy: Policy) -> None:
     reads_pages = decodes or policy.select is not None  # what a prompt has left is selected from as well
     refused = {
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
+        "`weight` on what is attended to": policy.weighs,
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
         "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
         "`select` by what all KV heads find (`over heads`): a kernel sees one": policy.heads_vote,

@@ -59,7 +59,8 @@ def add_columns(policy: Policy) -> Policy:
     select, sketch = policy.select, policy.sketch
     if select is not None:
         count = None if select.measured is None else table.with_given(select.measured)
-        select = select.model_copy(update={"by": table.with_given(select.by), "measured": count})
+        weight = None if select.weight is None else table.with_given(select.weight)
+        select = select.model_copy(update={"by": table.with_given(select.by), "measured": count, "weight": weight})
     if sketch is not None:
         sketch = sketch.model_copy(update={"by": table.with_given(sketch.by)})
     shared = policy.across_layers

@@ -51,6 +51,7 @@ class PolicySpec:
         heads_differ: whether the numbers of a layer's KV heads differ, because they read tensors; `resolve` gives [batch, kv_heads] each.
         measures: whether the budget reads the data: `torch_kernels.budget` finds it at a settle, and it cannot exceed `capacity`.
         counts: whether the number of selected tokens does: `torch_kernels.count`.
+        weighs: whether what it attends to counts by a weight: `torch_kernels.weight`.
         overprotects: whether more tokens may be protected than the budget keeps, as by `keep where` and `keep top`.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
@@ -89,6 +90,7 @@ class PolicySpec:
     heads_differ: bool = False
     measures: bool = False
     counts: bool = False
+    weighs: bool = False
     overprotects: bool = False
     hard_cap: bool = False
     selects: bool = False

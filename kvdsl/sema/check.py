@@ -182,6 +182,17 @@ class Checker:
             placed.append(self.flat.names["budget"].since)
         return bool(placed) and self.flat.modules[min(placed)].edition == 1
 
+    def _select(self, parts: Parts, keeps: list[ir.Keep]) -> Any:
+        """The `select` statement, if there is one, with the layers that choose for those above; `select where c` counts c."""
+        found = _built(ir.Select, "select", parts)
+        if found is None:
+            return None
+        choosing = [part.expr for name, part in parts.exprs.items() if name.startswith("select.choosing.")]
+        statement = self.flat.settings["select"][-1].statement
+        counts = isinstance(statement, syn.Select) and statement.count is None
+        measured = _held(found.by, keeps) if counts else found.measured
+        return found.model_copy(update={"choosing": tuple(choosing), "measured": measured})
+
     def _policy(self, parts: Parts, read: set[str]) -> ir.Policy:
         keeps = [keep.ir for keep in parts.keeps]
         if self._keeps_the_newest(parts) and not any(keep.scope == "last" for keep in keeps):
@@ -203,7 +214,7 @@ class Checker:
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
             given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
             keeps=tuple(keep for keep in keeps if keep != nothing),
-            select=_select(parts),
+            select=self._select(parts, keeps),
             sketch=_built(ir.Sketch, "sketch", parts),
             across_layers=_built(ir.AcrossLayers, "across_layers", parts),
             layers=_built(ir.LayerRange, "layers", parts),
@@ -221,11 +232,14 @@ def _docstring(policy: syn.Policy) -> str:
     return f"{policy.parent.text} with {', '.join(f'`{statement.span.quoted()}`' for statement in policy.statements)}."
 
 
-def _select(parts: Parts) -> Any:
-    """The `select` statement, if there is one, with the layers that choose for those above."""
-    found = _built(ir.Select, "select", parts)
-    choosing = [part.expr for name, part in parts.exprs.items() if name.startswith("select.choosing.")]
-    return found if found is None else found.model_copy(update={"choosing": tuple(choosing)})
+def _held(condition: ir.Expr, keeps: list[ir.Keep]) -> ir.Expr:
+    """For how many tokens a condition holds, or a `keep first` or `keep last` does: these are always selected, and count."""
+    for keep in keeps:
+        if keep.scope in ("first", "last") and keep.count is not None:
+            place = ir.Input(name="position" if keep.scope == "first" else "age")
+            within = ir.Binary(op="<", left=place, right=ir.Call(function="floor", args=(keep.count,)))
+            condition = ir.Binary(op="or", left=condition, right=within)
+    return ir.Reduce(op="sum", axis=ir.Axis.SLOT, body=condition)
 
 
 def _built(node: type[Any], keyword: str, parts: Parts) -> Any:

@@ -41,6 +41,8 @@ _OF_ALL_HEADS = (
 _SAID_BY = {"victims": "score", "prefill": "when"}
 """Statements that say what one of edition 1 said: `score mean(x over heads)`, `when prefill blocks of 512`."""
 
+_OF_A_QUERY = ("select.by", "select.measured", "select.weight")
+"""What a query that selects finds, before it attends."""
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
 
 
@@ -73,6 +75,7 @@ class Combinations:
         self._compared()
         self._reused()
         self._each()
+        self._of_a_condition()
         self._positions()
         self._reads()
 
@@ -335,6 +338,22 @@ class Combinations:
                 self.sink.report(codes.REDUCTION, score.span, message, f"reduce it before: `sum({inner} over slots)`")
                 return
 
+    def _of_a_condition(self) -> None:
+        """Reports a selection by a condition where it has no one answer, and a weight of a layer that did not choose."""
+        by, weight = self.parts.exprs.get("select.by"), self.parts.exprs.get("select.weight")
+        if weight is not None and "select.choosing.0" in self.parts.exprs:
+            message = "a weight is of the layer that chose, and layers that take a choice over have none"
+            self.sink.report(codes.REUSED, weight.span, message, "leave out `weight`, or `reused above`")
+        statement = self.flat.settings["select"][-1].statement if self._has("select") else None
+        if by is None or not isinstance(statement, syn.Select) or statement.count is not None:
+            return
+        if self._has("pages"):
+            message = "`select where` asks a condition of a token, but with `pages` whole pages are selected"
+            self._refuse(codes.NOT_HERE, "pages", message, "leave out `pages`, or write `select top N by ...`")
+        if asks_query_heads(by.expr) and not self._is("group", "each"):
+            message = f"`{by.span.quoted()}` may hold for one query head and not for another, and these select together"
+            self.sink.report(codes.EACH, by.span, message, "write `group each`, or `select top N by ...`")
+
     def _reused(self) -> None:
         """Reports layers that take over what another one chooses, but hold other tokens."""
         if "select.choosing.0" not in self.parts.exprs or "budget" not in self.parts.exprs:
@@ -356,7 +375,7 @@ class Combinations:
                 help = offer("write `group mean`, `group max` or `group sum`", ", or add a `select`")
                 self._refuse(codes.EACH, "group", message, help)
             return
-        own = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
+        own = [self.parts.exprs[name] for name in _OF_A_QUERY if name in self.parts.exprs]
         common = [(part.expr, part.span) for part in self.parts if part not in own]
         common += [
             (inner, part.span)
@@ -439,7 +458,7 @@ class Combinations:
 
     def _sketches(self) -> None:
         by = self.parts.exprs.get("select.by")
-        selecting = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
+        selecting = [self.parts.exprs[name] for name in _OF_A_QUERY if name in self.parts.exprs]
         reads = any(_reads_within(part, "sketch") for part in selecting)
         if by is not None and reads and self._lacks("sketch"):
             message = "`over sketch` needs to know which dims to read"

@@ -181,9 +181,9 @@ def _how_to_reduce(value: Value, text: str) -> str:
     return offer(f"reduce it over queries: `mean({text})`, `sum({text})` or `last({text})`")
 
 
-def selects(value: Value, span: Span, sink: Sink) -> bool:
-    """Whether a query can rank slots by a value before it attends; reports if not."""
-    what, text = "what `select` ranks by", span.quoted()
+def selects(value: Value, span: Span, sink: Sink, what: str) -> bool:
+    """Whether a query can rank or weigh slots by a value before it attends; reports if not."""
+    text = span.quoted()
     if looks_back(value, span, what, sink):
         return False
     if Axis.SLOT in value.axes and Axis.DIM not in value.axes:

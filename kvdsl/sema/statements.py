@@ -47,8 +47,8 @@ PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 MAX_HEAD_SIZE = 256
 
 SCORE, BUDGET, WEIGHT = "a score", "the budget", "what a layer's share goes by"
-RANKS = "what `select` ranks by"
-SELECTION = (RANKS, SELECTED)
+RANKS, WEIGHS = "what `select` ranks by", "what `select` weighs by"
+SELECTION = (RANKS, SELECTED, WEIGHS)
 """What messages call values that may read what others may not."""
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
@@ -359,16 +359,48 @@ class Statements:
             self.flat.broken.add("score")
 
     def _select(self, statement: syn.Select, placed: Placed) -> None:
-        self._select_count(statement.count, placed)
+        if statement.count is not None:
+            self._select_count(statement.count, placed)
         value = self._value(statement.by, placed, RANKS)
-        if value is not None and selects(value, statement.by.span, self.sink):
+        if (
+            value is not None
+            and selects(value, statement.by.span, self.sink, RANKS)
+            and (statement.count is not None or self._holds_of_slots(value, statement.by.span))
+        ):
             self.parts.exprs["select.by"] = Part(value.expr, statement.by.span)
+            if statement.count is None:
+                self.parts.exprs["select.count"] = Part(ir.Input(name="everything"), statement.by.span)
+        if statement.weight is not None:
+            self._select_weight(statement.weight, placed)
         if statement.range is not None:
             self._range("select", "`select`", statement.range, placed)
         for index, node in enumerate(statement.choosing):
             self._layer(
                 f"select.choosing.{index}", node, placed, "a layer that chooses", "a layer that chooses for those above"
             )
+
+    def _holds_of_slots(self, value: Value, span: Span) -> bool:
+        """Whether `select where` can go by a value; reports if not."""
+        return self.expressions.condition(value, span, "`select where`") and self._asks_no_heads(
+            value, span, "`select where`"
+        )
+
+    def _asks_no_heads(self, value: Value, span: Span, what: str) -> bool:
+        if reads_heads(value.expr):
+            message = f"{what} is of one KV head's tokens, and cannot read `over heads`"
+            self.sink.report(codes.ACROSS, span, message, "heads choose together by `select top N by ...`")
+            return False
+        return True
+
+    def _select_weight(self, node: syn.Expr, placed: Placed) -> None:
+        value = self._value(node, placed, WEIGHS)
+        if (
+            value is None
+            or not selects(value, node.span, self.sink, WEIGHS)
+            or not self._asks_no_heads(value, node.span, WEIGHS)
+        ):
+            return
+        self.parts.exprs["select.weight"] = Part(value.expr, node.span)
 
     def _select_count(self, node: syn.Expr, placed: Placed) -> None:
         """How many tokens are selected: a number, or what each query finds out."""

@@ -246,11 +246,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Select:
-    """`select top N by EXPR [in layers A..B | in layers A, B reused above]`."""
+    """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | in layers A, B reused above]`; without a count `by` is a condition."""
 
     span: Span
-    count: Expr
+    count: Expr | None
     by: Expr
+    weight: Expr | None
     range: Range | None
     choosing: tuple[Expr, ...] = ()
     override: bool = False

@@ -159,12 +159,14 @@ class _Shaper:
             value, most, heads, layers = children
             across = self._across(heads), self._across_layers(layers)
             return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
-        if keyword == "select":
-            count, by, layers = children
+        if keyword in ("select", "select_where"):
+            by, weight, layers = children[-3:]
+            counted = self._expr(children[0]) if keyword == "select" else None
             reused = isinstance(layers, Tree) and layers.data == "reused"
             range_ = None if reused else self._optional_range(layers)
             choosing = tuple(self._expr(layer) for layer in _tree(layers).children) if reused else ()
-            return syn.Select(span, self._expr(count), self._expr(by), range_, choosing, override)
+            weighed = None if weight is None else self._expr(weight)
+            return syn.Select(span, counted, self._expr(by), weighed, range_, choosing, override)
         if keyword == "sketch":
             count, by, every = children
             return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)

@@ -65,6 +65,8 @@ def language_reference() -> str:
         _said("shared_budgets"),
         "## Query heads that select for themselves\n",
         _said("each"),
+        "## Conditions and weights on what is attended to\n",
+        _said("weights"),
         "## Ranks\n",
         _said("ranks"),
         "## Slots against each other\n",

@@ -229,6 +229,13 @@ def _monotone(function: Callable[[Array], Array], error: float, start: float = -
     return apply
 
 
+def _arccosine(a: Range) -> Range:
+    """It falls, and is of numbers from -1 to 1."""
+    outside, never = (a.lo < -1) | (a.hi > 1), (a.lo > 1) | (a.hi < -1)
+    ends = [np.arccos(np.clip(end, -1, 1)) for end in (a.lo, a.hi)]
+    return _result(ends, a.nan | outside, a.never | never, LIBRARY)
+
+
 def _absolute(a: Range) -> Range:
     lo = np.where(_may_be(a, 0), 0.0, np.minimum(np.abs(a.lo), np.abs(a.hi)))
     hi = np.maximum(np.abs(a.lo), np.abs(a.hi))
@@ -302,6 +309,7 @@ FUNCTIONS: dict[str, Callable[..., Range]] = {
     "sqrt": _monotone(np.sqrt, UNIT, 0.0),
     "exp": _monotone(np.exp, LIBRARY),
     "log": _monotone(np.log, LIBRARY, 0.0),
+    "acos": _arccosine,
     "floor": _exact_step(np.floor),
     "ceil": _exact_step(np.ceil),
     "min": lambda *args: reduce(smallest, args),

@@ -28,6 +28,7 @@ from kvdsl.ir.visitors import children
 
 from .precision import Scope, biased, bounds, bounds_of_slots, logits, over_group, probabilities, weighted
 from .ranges import (
+    FUNCTIONS,
     LIBRARY,
     Array,
     Mask,
@@ -130,7 +131,14 @@ class Shadow:
             self._check_selection(q, newest, chosen, peers)
         elif attended is not None and not self.numbers.takes_over:
             self._check_selection(q, newest, attended, peers)
-        return self._queries(q[None], newest, attended)
+        return self._queries(q[None], newest, attended, weight=self._weight(q, newest))
+
+    def _weight(self, q: Array, newest: int) -> list[Range] | None:
+        """How many times what the query sees counts, once or for each query head; None: once each."""
+        if self.policy.select is None or self.policy.select.weight is None or not self.numbers.selects:
+            return None
+        scope = self._scope(self._visible(newest), newest)
+        return self._per_choice(self.policy.select.weight, scope, q, bounds_of_slots)
 
     def _asked(self, newest: int, q: Array) -> tuple[Scope, Callable[[Expr, Scope], Range]]:
         """The head as one of its layer's that are asked together."""
@@ -185,7 +193,14 @@ class Shadow:
         places = held.lo.shape[1] if held is not None and held.lo.size else self.ring_size(column)
         return exactly(np.full((count, places), np.nan))
 
-    def _queries(self, queries: Array, first_new: int, chosen: Mask | None, fused: float | None = None) -> Range:
+    def _queries(
+        self,
+        queries: Array,
+        first_new: int,
+        chosen: Mask | None,
+        fused: float | None = None,
+        weight: list[Range] | None = None,
+    ) -> Range:
         """Attend and observe one query after the other: the outputs."""
         folded = [column for column in self.policy.columns if column.rule not in ("token", "fold", "prune")]
         folds = [column for column in self.policy.columns if column.rule == "fold"]
@@ -193,7 +208,7 @@ class Shadow:
         newest = first_new + np.arange(len(queries))
         seen, outs = np.stack([self._visible(t) for t in newest]), []
         for query, t, visible in zip(queries, newest, seen, strict=True):
-            prob, logit, out = self._attend(query, int(t), visible, chosen, fused)
+            prob, logit, out = self._attend(query, int(t), visible, chosen, fused, weight)
             outs.append(out)
             scope = self._scope(visible, int(t), prob, logit)
             for column in folded:
@@ -212,18 +227,35 @@ class Shadow:
         return stack(outs)
 
     def _attend(
-        self, q: Array, newest: int, visible: Mask, chosen: Mask | None, fused: float | None
+        self,
+        q: Array,
+        newest: int,
+        visible: Mask,
+        chosen: Mask | None,
+        fused: float | None,
+        weight: list[Range] | None = None,
     ) -> tuple[Range, Range, Range]:
         """Probabilities and logits, [G, visible slots], and the output, [G, Dv]; `chosen`: [n], or [G, n] of each query head."""
         if chosen is not None and chosen.ndim == 2:
             call = self.machine.call
-            heads = [self._attend_as(call.of(g), q[g : g + 1], newest, visible, own, fused) for g, own in enumerate(chosen)]
+            own_weights = [None] * len(chosen) if weight is None else weight
+            heads = [
+                self._attend_as(call.of(g), q[g : g + 1], newest, visible, own, fused, own_weights[g])
+                for g, own in enumerate(chosen)
+            ]
             prob, logit, out = (joined(list(parts)) for parts in zip(*heads, strict=True))
             return prob, logit, out
-        return self._attend_as(self.machine.call, q, newest, visible, chosen, fused)
+        return self._attend_as(self.machine.call, q, newest, visible, chosen, fused, None if weight is None else weight[0])
 
     def _attend_as(
-        self, call: Call, q: Array, newest: int, visible: Mask, chosen: Mask | None, fused: float | None
+        self,
+        call: Call,
+        q: Array,
+        newest: int,
+        visible: Mask,
+        chosen: Mask | None,
+        fused: float | None,
+        weight: Range | None = None,
     ) -> tuple[Range, Range, Range]:
         key = self.key
         compact = self.policy.positions == "compact"
@@ -238,7 +270,12 @@ class Shadow:
             logit = biased(logit, call.slopes, behind[visible])
         if turned:  # of infinite keys, turning the key or the query the other way makes other infinities, or NaN
             logit = choose(np.broadcast_to(infinite, logit.lo.shape), anything(logit.lo.shape), logit)
-        some = probabilities(logit[:, attended], call.sinks, fused)
+        weighed = logit
+        if weight is not None:
+            if (weight[attended].nan | (weight[attended].lo <= 0) | np.isinf(weight[attended].hi)).any():
+                self.undecided = True  # whether it has a share at all; what weighs nothing is not tried at random
+            weighed = add(logit, FUNCTIONS["log"](weight).map(lambda x: np.broadcast_to(x, logit.lo.shape)))
+        some = probabilities(weighed[:, attended], call.sinks, fused)
         out = weighted(some, self.value[visible][attended])
         prob = joined([_spread(some[g], attended).map(lambda x: x[None]) for g in range(len(q))])
         return prob, logit, out

@@ -804,6 +804,21 @@ EXCESSES = np.random.default_rng(7).uniform(size=(2, 3))
 SKETCH = np.random.default_rng(4).normal(size=(6, 4)) / 2
 
 
+def magicpig(cache: Cache, token: int, bits: int = 2, tables: int = 5, sinks: int = 2, recent: int = 3) -> list[int]:
+    """Lots for what stands between sinks and the prompt's last tokens: as probable as two equal hashes or more, and weighed by that."""
+    between = list(range(sinks, cache.method.prompt - recent))
+    centre, (query,) = np.mean(cache.k[between], axis=0), cache.q[token]
+    cache.weights = {}
+    for one in between:
+        centred = cache.k[one] - centre
+        angle = math.acos(float(query @ centred) / (length(query) * length(centred)))
+        equal = (1 - angle / math.pi) ** bits
+        fewer = [math.comb(tables, hits) * equal**hits * (1 - equal) ** (tables - hits) for hits in (0, 1)]
+        cache.weights[one] = 1 / (1 - sum(fewer) + 1e-4)
+    lots = {one: draw(0, cache.method.layer, 0, one, token) for one in between}
+    return [one for one in cache.kept if one not in lots or lots[one] < 1 / cache.weights[one] - 1e-4]
+
+
 def loki(cache: Cache, token: int) -> list[int]:
     """A third of the text, by what is left of keys and queries in two dims."""
 
@@ -942,6 +957,7 @@ METHODS: dict[str, Method] = {
         full, math.inf, {"tokens": 6}, chosen=double_sparsity, tensors={"channels": CHANNELS[None, None]}
     ),
     "loki": Method(full, math.inf, {"share": 1 / 3}, chosen=loki, tensors={"basis": BASIS[None, None]}),
+    "magicpig": Method(full, math.inf, {"bits": 2, "tables": 5, "sinks": 2, "recent": 3}, prompt=30, chosen=magicpig),
     "double_sparsity_prompt": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity_prompt),
     "lu_kv": Method(once(lu_kv), 15, {"sinks": 3, "window": 2}, prompt=20, tensors={"kept": np.array([[0.75]])}),
     "kvp": Method(least_important()),

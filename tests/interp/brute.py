@@ -21,6 +21,7 @@ class Cache:
         rows: per token, by query, the probability, the mean over the group; 0 where a query skipped it.
         most: per token, by query, the largest probability that a head of the group gave it.
         above: per token how many queries gave it more than the mean of what they gave.
+        weights: per token how many times it counts for the query that attends next; once where nothing is said.
     """
 
     def __init__(self, method: Method, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -31,6 +32,7 @@ class Cache:
         self.above: dict[int, int] = {}
         self.newest = -1
         self.sketch: list[int] = []
+        self.weights: dict[int, float] = {}
 
     def attend(self, token: int, chosen: list[int] | None = None) -> np.ndarray:
         """Softmax over the kept tokens, this one included, or over those that were chosen."""
@@ -43,7 +45,7 @@ class Cache:
             rank = {kept: place for place, kept in enumerate(self.kept)}
             key = np.stack([rotated(self.k[one], rank[one], self.method.frequencies) for one in seen])
             query = np.stack([rotated(one, rank[token], self.method.frequencies) for one in query])
-        weights = np.exp(query @ key.T / math.sqrt(key.shape[1]))
+        weights = np.exp(query @ key.T / math.sqrt(key.shape[1])) * [self.weights.get(one, 1.0) for one in seen]
         probs = weights / weights.sum(axis=-1, keepdims=True)
         mean = dict(zip(seen, probs.mean(axis=0), strict=True))
         most = dict(zip(seen, probs.max(axis=0), strict=True))

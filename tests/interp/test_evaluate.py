@@ -81,6 +81,8 @@ def test_operators(left: float, op: str, right: float, expected: float) -> None:
         ("exp", [1e9], INF),
         ("log", [1], 0),
         ("log", [0], -INF),
+        ("acos", [-1], math.pi),
+        ("acos", [1.5], NAN),
         ("floor", [-1.5], -2),
         ("ceil", [-1.5], -1),
         ("min", [2, 1], 1),

@@ -58,7 +58,22 @@ def same(found: Any, expected: Any) -> None:
 
 
 PAIRS = ["add", "subtract", "multiply", "divide", "mod", "power", "minimum", "maximum"]
-SINGLES = ["negative", "abs", "sqrt", "exp", "log", "tanh", "cos", "sin", "floor", "ceil", "isnan", "isinf", "isfinite"]
+SINGLES = [
+    "negative",
+    "abs",
+    "sqrt",
+    "exp",
+    "log",
+    "arccos",
+    "tanh",
+    "cos",
+    "sin",
+    "floor",
+    "ceil",
+    "isnan",
+    "isinf",
+    "isfinite",
+]
 REDUCTIONS = ["sum", "mean", "var", "std", "max", "min", "median"]
 
 

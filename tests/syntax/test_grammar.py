@@ -91,6 +91,8 @@ SHAPES: list[tuple[str, type]] = [
     ("select top 3 by dot(q, k)", Select),
     ("select top 3 by dot(q, k) in layers 2..7", Select),
     ("select top 3 by dot(q, k) in layers 2, again reused above", Select),
+    ("select where position < 4 or random() < 0.5", Select),
+    ("select where age < 4 weight 1 / norm2(k) in layers 2..", Select),
     ("sketch top 16 dims by abs(q) every 64 queries", Sketch),
 ]
 

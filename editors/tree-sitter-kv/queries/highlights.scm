@@ -4,7 +4,7 @@
 (string) @string
 (number) @number
 
-["above" "across" "after" "as" "at" "attend" "attn" "blocks" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "reused" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where" "with"] @keyword
+["above" "across" "after" "as" "at" "attend" "attn" "blocks" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "reused" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "weight" "when" "where" "with"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
@@ -35,8 +35,8 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|acos|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(abs|acos|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
 ((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 ((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 

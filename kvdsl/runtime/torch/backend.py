@@ -7,6 +7,7 @@ A generated `kernels_torch.py` holds a policy's expressions, as far as it has th
     score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): who leaves and who may not.
     weigh(slots: View) -> Tensor: what a layer's share of a budget goes by, one number for all its KV heads.
     select(row: View) -> Tensor: what a decoded token attends to, the highest first.
+    weight(row: View) -> Tensor: how many times each of these counts, if the spec says that it weighs.
     sketch(row: View) -> Tensor: which dims matter, [batch, kv_heads, 1, 1, dim], the highest first.
 Everything else, the same for all policies, is here and in the modules beside.
 """
@@ -119,7 +120,8 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     if state.spec.sketches:
         selection.refresh(state, row, real[:, 0])
     attended = selection.attended(state, row)
-    out = _attend(state, call, row, held.kept, attended)
+    weight = selection.weight(state, row) if state.spec.weighs and state.selects else None
+    out = _attend(state, call, row, held.kept, attended, weight)
     if state.spec.reads_attention and not state.spec.forgets:
         columns.observe(row, state.spec)
     eviction.settle(held, then=state.settled)
@@ -166,12 +168,15 @@ def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor)
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attend(state: SlotState, call: AttentionCall, row: View, kept: dict[str, Tensor], attended: Tensor) -> Tensor:
+def _attend(
+    state: SlotState, call: AttentionCall, row: View, kept: dict[str, Tensor], attended: Tensor, weight: Tensor | None = None
+) -> Tensor:
     """Attention of a block of queries over the slots; the row gets to know what there is to observe.
 
     Args:
         kept: what the slots hold.
         attended: bool [batch, kv_heads, group or 1, queries, slots], what takes part, of what each query sees.
+        weight: how many times each counts, likewise; None: once.
 
     Returns:
         [batch, queries, query_heads, value_dim]; without meaning for padding.
@@ -182,7 +187,11 @@ def _attend(state: SlotState, call: AttentionCall, row: View, kept: dict[str, Te
         bias = bias_of(call, slice(None), distances(state, kept, row.live, row.query_position))
     query = turned_queries(state, call, row.query, row.live, row.query_position)
     logit = scores(call, query, turned_keys(state, call, kept), bias)
-    prob = softmax(logit.masked_fill(~attended, -torch.inf), call.sinks)
+    weighed = logit
+    if weight is not None:
+        attended = attended & (weight > 0) & weight.isfinite()
+        weighed = logit + weight.log()
+    prob = softmax(weighed.masked_fill(~attended, -torch.inf), call.sinks)
     prob = prob.masked_fill(~attended, 0.0)  # even where a softmax is NaN, or padding sees nothing
     # A slot to which no query head attends may hold anything, infinities included; it must not meet a probability of zero.
     value = row.value.float().unsqueeze(2).masked_fill(~attended.any(3)[..., None], 0.0)

@@ -65,6 +65,12 @@ def selected(state: SlotState, row: View) -> Tensor:
     return chosen.gather(-1, index) & seen
 
 
+def weight(state: SlotState, row: View) -> Tensor:
+    """How many times each slot counts for the token, float32 [batch, kv_heads, choices, 1, slots]."""
+    found = torch.as_tensor(state.spec.torch_kernels.weight(row), dtype=torch.float32, device=row.k.device)
+    return found if found.dim() == 5 or found.dim() == 0 else found.unsqueeze(2)
+
+
 def _by_choice(found: Tensor) -> Tensor:
     """What one query, the group's or each query head's, goes by: [batch, kv_heads, choices, slots or 1]."""
     return found.squeeze(3) if found.dim() == 5 else found

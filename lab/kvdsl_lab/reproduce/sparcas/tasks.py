@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _POLICIES = {
     "full": "full cache", "quest": "Quest", "sparcas": "SparCas", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "adakv": "AdaKV",
-    "sparcas_all": "SparCas in all layers",
+    "sparcas_all": "SparCas in all layers", "magicpig": "MagicPIG",
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ VARIANTS = Path(__file__).parents[1] / "variants"
 _PYRAMID = str(Path(__file__).with_name("pyramidkv.kv"))
 _EVERYWHERE = "sparcas_all"
 """SparCas in the first two layers as well, so that it reads as many tokens as the others keep."""
-_EVICTING = ("full", "pyramidkv", "snapkv", "adakv", "sparcas", _EVERYWHERE)
+_EVICTING = ("full", "pyramidkv", "snapkv", "adakv", "sparcas", _EVERYWHERE, "magicpig")
 
 
 def _evicting_cells(setup: Setup) -> Iterator[Cell]:
@@ -155,7 +155,7 @@ def _evicting(setup: Setup, policy: str) -> list[Row]:
         setup.size(128, 48),
         {"pyramidkv": _PYRAMID, _EVERYWHERE: str(VARIANTS / "sparcas_all.kv")}.get(policy, policy),
     )
-    settings = {"full": {}, "sparcas": {"tokens": size}, _EVERYWHERE: {"tokens": size}}.get(policy, {"budget": size})
+    settings = {"full": {}, "magicpig": {}, "sparcas": {"tokens": size}, _EVERYWHERE: {"tokens": size}}.get(policy, {"budget": size})
     scores = recalled(setup, used, **settings) | {TEXT: faithful(setup, used, **settings)}
     return [{"policy": policy, "task": task, "score": score} for task, score in scores.items()]
 
