@@ -14,18 +14,19 @@ from kvdsl.ir import ops
 from kvdsl.resources import read_resource
 from kvdsl.syntax.nodes import WORDS
 
+_GIVEN = "a number of each token and KV head that the caller gives; without a default, always"
+_TENSOR = "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps"
+
 STATEMENTS = {
     "param": (
-        "a number that the user may set; a second name is its unit, which `explain` shows; of `budget` a whole number of tokens, or a rate "
-        "of the prompt",
+        "a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt",
         "",
     ),
     "let": ("a name for an expression, or a function", ""),
-    "tensor": (
-        "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps",
-        "",
-    ),
-    "given": ("a number of each token and KV head that the caller gives; without a default, always", ""),
+    "input": (_GIVEN, ""),
+    "input_file": (_TENSOR, ""),
+    "tensor": (_TENSOR, ""),
+    "given": (_GIVEN, ""),
     "budget": (
         "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached; heads and layers may "
         "share theirs",
@@ -33,7 +34,7 @@ STATEMENTS = {
     ),
     "score": ("one number per slot; the lowest leaves first", ""),
     "keep_first": ("the first tokens may not leave", ""),
-    "keep_last": ("the last tokens may not leave; `keep last 0` removes the default", "`keep last 1`"),
+    "keep_last": ("the last tokens may not leave", ""),
     "keep_top": ("the tokens with the highest value may not leave", ""),
     "keep_where": ("tokens for which the condition holds may not leave", ""),
     "keep_nothing": ("`override keep` drops the inherited ones", ""),
@@ -54,7 +55,7 @@ STATEMENTS = {
         "",
     ),
     "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
-    "when": ("the phase in which it evicts", ""),
+    "when": ("the phase in which it evicts; `blocks of N`: a prompt settles after every block of it", ""),
     "group": ("how a group's query heads are reduced; `each`: they are not, and each selects for itself", ""),
     "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
     "storage": ("edition 1: how slots lie in memory unless the cache's option `storage` says otherwise", ""),
@@ -98,7 +99,7 @@ def grammar_rules() -> Mapping[str, str]:
     """The rules of the grammar that stand on one line, and those that are named alternatives of others, without comments."""
     text = re.sub(r"[ ]+//.*", "", read_resource("grammar", "kv.lark"))
     named = {name: body for body, name in re.findall(r"[:|] (.*) -> (\w+)$", text, re.MULTILINE)}
-    return named | dict(re.findall(r"^\??(\w+): (.*)$", text, re.MULTILINE))
+    return dict(re.findall(r"^\??(\w+): (.*)$", text, re.MULTILINE)) | named
 
 
 def first_word(rule: str) -> str:
@@ -108,16 +109,22 @@ def first_word(rule: str) -> str:
 
 
 def form(rule: str) -> str:
-    """How a rule is written, with the words of its options, `cap soft or hard`, and its optional parts, `[at most expr]`."""
-    whole = re.sub(r"\[(\w+)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    """How a rule is written, with the words of its options, `cap soft or hard`, and its optional parts, `[in range]`."""
+    whole = re.sub(r" \[(\w+)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
     text = re.sub(r'"(\S+?)"', r"\1", whole)
     return text.replace("NAME", " or ".join(WORDS[rule]), 1) if rule in WORDS else text
 
 
+_GONE = ("NAME", "at_most")
+"""Optional parts that edition 2 has no more: a param's unit, and the bound of a budget."""
+
+
 def _part(optional: re.Match[str]) -> str:
     """What an optional rule that begins with a word is made of; other names stay."""
+    if optional[1] in _GONE:
+        return ""
     body = grammar_rules().get(optional[1], "")
-    return f"[{body}]" if re.match(r'"\w', body) else optional[0]
+    return f" [{body}]" if re.match(r'"\w', body) else optional[0]
 
 
 _PARAMETERS = (("x",), ("a", "b"), ("c", "a", "b"))

@@ -4,8 +4,8 @@
 The pages of the policies are for the site only, and are not committed.
 
 What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
-of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; of a part of the language, its corners
-first of all, in `docs/notes/language/PART.md`; and what is said around other tables in `docs/notes/pages`.
+of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; and what is said around other tables in
+`docs/notes/pages`.
 """
 
 from __future__ import annotations

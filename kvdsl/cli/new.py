@@ -9,7 +9,7 @@ import click
 from kvdsl.cli.common import COULD_NOT_RUN, error, finish
 
 POLICY = """\
-kv 1
+kv 2
 
 policy {name} {{
   \"\"\"
@@ -27,7 +27,7 @@ policy {name} {{
 """
 
 TEST = """\
-kv 1
+kv 2
 import "{stem}.kv"
 
 test "of the tokens between the first and the recent ones the least attended leaves" {{

@@ -93,7 +93,7 @@ def missing(spec: PolicySpec, name: str, layer: int) -> str:
     return (
         f"`{name}` of {spec.name} is given by the caller, and nothing was given for layer {layer}: construct the cache with a function, "
         f"`{spec.name}Cache(model, {name}=f)`, where `f(module, hidden_states)` returns a tensor [batch, KV heads or 1, new tokens]; call "
-        f"`cache.give({layer}, {name}=x)` before the forward; or write a default in the policy, `given {name} = 0`"
+        f"`cache.give({layer}, {name}=x)` before the forward; or write a default in the policy, `input {name} = 0`"
     )
 
 
@@ -107,5 +107,5 @@ def refuse_required(spec: PolicySpec, what: str) -> None:
     if wanted:
         raise KvdslError(
             f"{what} gives a policy nothing, and {spec.name} needs `{wanted[0]}` from its caller: write a default in the policy, "
-            f"`given {wanted[0]} = 0`, or give it in Python, `{spec.name}Cache(model, {wanted[0]}=f)`"
+            f"`input {wanted[0]} = 0`, or give it in Python, `{spec.name}Cache(model, {wanted[0]}=f)`"
         )

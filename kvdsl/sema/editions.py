@@ -25,16 +25,26 @@ GONE = {
 }
 """Statements of edition 1 by their first word, and what edition 2 has in their place."""
 
-_RANGES = {
+RANGES = {
     "page": "write `over slots by page(16)`, with the page's length",
     "next page": "compare pages: with `let part = page(16)`, `over slots as j where j.part == part + 1`",
     "others": "write `over slots as j where j.position != position`, and `j.x` for `other(x)`",
 }
-_FUNCTIONS = {
+"""Ranges of edition 1, likewise."""
+
+FUNCTIONS = {
     "other": "name the other slot: `over slots as j`, and `j.x`",
     "count": "`age + 1` queries could see a slot, its own token's included",
     "median": "rank the values: `rank(x) == floor(live / 2)` holds for the middle one",
 }
+"""Functions of edition 1, likewise."""
+
+PARTS = {
+    "bare `keep`": "write out what the policy keeps, or begin anew without `extends`",
+    "units": "leave it out; a docstring or a comment can say it",
+    "`at most`": "write `budget min({value}, {most})`",
+}
+"""Other things of edition 1, likewise; `{value}` and `{most}` stand for what was written."""
 
 
 def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
@@ -59,16 +69,17 @@ def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
     if word in GONE:
         yield statement.span, f"`{word}`", _without(statement.span, word)
     elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
-        yield statement.span, "bare `keep`", "write out what the policy keeps, or begin anew without `extends`"
+        yield statement.span, *_part("bare `keep`")
     elif isinstance(statement, syn.Param) and statement.unit is not None:
-        yield (
-            statement.unit.span,
-            "units",
-            leave_out("leave it out; a docstring or a comment can say it", statement.unit.span),
-        )
+        what, help = _part("units")
+        yield statement.unit.span, what, leave_out(help, statement.unit.span)
     elif isinstance(statement, syn.Budget) and statement.most is not None:
         value, most = statement.value.span.quoted(), statement.most.span.quoted()
-        yield statement.most.span, "`at most`", f"write `budget min({value}, {most})`"
+        yield statement.most.span, *_part("`at most`", value=value, most=most)
+
+
+def _part(what: str, **written: str) -> tuple[str, str]:
+    return what, PARTS[what].format(**written)
 
 
 def _without(span: Span, word: str) -> str:
@@ -80,12 +91,12 @@ def _without(span: Span, word: str) -> str:
 
 def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
     """The ranges and functions in a tree."""
-    if isinstance(node, syn.Over) and node.axis.text in _RANGES:
-        help = _RANGES[node.axis.text]
+    if isinstance(node, syn.Over) and node.axis.text in RANGES:
+        help = RANGES[node.axis.text]
         by_page = instead(help, "over slots by page(16)") if node.axis.text == "page" else help
         yield node.span, f"`over {node.axis.text}`", by_page
-    if isinstance(node, syn.Call) and node.function.text in _FUNCTIONS:
-        yield node.function.span, f"`{node.function.text}`", _FUNCTIONS[node.function.text]
+    if isinstance(node, syn.Call) and node.function.text in FUNCTIONS:
+        yield node.function.span, f"`{node.function.text}`", FUNCTIONS[node.function.text]
     for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():
         if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, syn.Word)):
             yield from _of_expressions(part)

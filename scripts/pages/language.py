@@ -1,13 +1,14 @@
-"""docs/language.md: statements, inputs, functions, and the grammar."""
+"""docs/language.md: what is written of the language, with tables of its statements, inputs and functions, and of what went."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvdsl.ir import ops
-from kvdsl.reference import STATEMENTS, form, written
+from kvdsl.reference import STATEMENTS, first_word, form, written
 from kvdsl.resources import read_resource
+from kvdsl.sema import editions
 from kvdsl.syntax.nodes import WORDS
 from scripts.pages.markdown import MADE, note, table
 from scripts.prose import wrapped
@@ -18,95 +19,80 @@ OPERATORS = {
 }
 
 
-def _said(part: str) -> str:
-    """What is hand-written of a part of the language."""
-    return note("language", f"{part}.md")
-
-
-def grammar_sections() -> dict[str, str]:
-    """The grammar's text by the titles of its sections."""
-    _, *parts = re.split(r"^// -- (.*?) -+\n", read_resource("grammar", "kv.lark"), flags=re.MULTILINE)
-    return dict(zip(parts[::2], (text.strip("\n") for text in parts[1::2]), strict=True))
-
-
 def language_reference() -> str:
-    """Statements, inputs, functions, the prelude, and the grammar itself."""
-    parts = [
-        MADE + "# The language, edition 1\n",
-        "One KV head of one layer sees a matrix of queries × slots; a slot holds one cached token, and is *live* while it does. A policy "
-        "*settles* when it decides which tokens leave, and frees their slots. Every expression varies over some of "
-        "the axes query, slot and dim, and every statement says which it needs. `#` begins a comment; a line ends a statement, except "
-        "inside parentheses, and so does `;`. Words are reserved only where the grammar has them.\n",
-        "## Statements\n",
-        table(("statement", "meaning", "default"), (_statement(rule) for rule in STATEMENTS)),
-        "## A policy made of another\n",
-        _said("with"),
-        "## Inputs\n",
-        table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
-        "## Reductions\n",
-        "`mean(x)` reduces over queries, `mean(x over slots)` over the slots that a query sees, or that are cached. `over page` gives "
-        "every slot the value of its page, `over next page` that of the page behind it, `over sketch` reads the sketch's dims only. "
-        "`over others` compares a slot with each of the others. Pages are cut by places in the text, from its beginning or (`pages 128 "
-        "after 4`) from behind its first tokens on; of a page counts what is there. Behind the last one there is none: a sum over it "
-        "is 0, a maximum minus infinity, a minimum infinity, and "
-        "anything else NaN.\n",
-        table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
-        "## Functions and operators\n",
-        table(("", "meaning"), _functions()),
-        "## Prompts and rates\n",
-        _said("prompts"),
-        "## Tensors of files\n",
-        _said("tensors"),
-        "## Values from the caller\n",
-        _said("given"),
-        "## Counts that read the data\n",
-        _said("counts"),
-        "## Budgets that are shared, and heads that vote\n",
-        _said("shared_budgets"),
-        "## Query heads that select for themselves\n",
-        _said("each"),
-        "## Conditions and weights on what is attended to\n",
-        _said("weights"),
-        "## Ranks\n",
-        _said("ranks"),
-        "## Slots against each other\n",
-        _said("others"),
-        "## Folds\n",
-        _said("folds"),
-        "## The prompt's queries, and rotated vectors\n",
-        _said("prompt_queries"),
-        "## What is equal on every backend\n",
-        _said("equality"),
-        "## The prelude\n",
-        "What every policy knows without an import; a policy may define these names anew.\n",
-        f"```kv\n{read_resource('grammar', 'prelude.kv')}```\n",
-        "## The grammar\n",
-        "The file that the parser is made from, for [Lark](https://lark-parser.readthedocs.io).\n",
-    ]
-    for title, text in grammar_sections().items():
-        parts.append(f"### {title[0].upper()}{title[1:]}\n\n```text\n{text}\n```\n")
-    return wrapped("\n".join(parts))
+    """What was written, and the tables in it."""
+    text = note("pages", "language.md")
+    for place, made in PLACES.items():
+        assert place in text
+        text = text.replace(place, made())
+    return wrapped(MADE + text)
 
 
-def _input(row: ops.InputRow) -> tuple[str, str, str]:
-    return f"`{row.name}`", ", ".join(sorted(axis.value for axis in row.axes)) or "–", row.doc
-
-
-def _reduction(row: ops.ReductionRow) -> tuple[str, str, str]:
-    ranges = {"history": "last N queries", "next": "next page"}
-    return f"`{written(row.name)}`", row.doc, ", ".join(ranges.get(over, over) for over in row.over)
-
-
-def _functions() -> Iterator[tuple[str, str]]:
-    """Functions that mean the same stand in one line."""
-    lines: dict[str, list[str]] = {}
-    for name in (*ops.FORMS, *ops.POOLS, *ops.ELEMENTWISE):
-        doc = {**ops.FUNCTIONS, **ops.POOLS, **ops.FORMS}[name].doc
-        lines.setdefault(doc, []).append(f"`{written(name, extreme=name in ops.REDUCTIONS)}`")
-    yield from ((" ".join(texts), doc) for doc, texts in lines.items())
-    yield from OPERATORS.items()
+def _statements() -> str:
+    rules = [rule for rule in STATEMENTS if first_word(rule) not in editions.GONE and rule != "keep_nothing"]
+    return table(("statement", "meaning", "default"), map(_statement, rules))
 
 
 def _statement(rule: str) -> tuple[str, str, str]:
     meaning, default = STATEMENTS[rule]
     return f"`{form(rule)}`", meaning, f"`{WORDS[rule][0]}`" if rule in WORDS else default
+
+
+def _inputs() -> str:
+    """Inputs that vary over the same stand in one line."""
+    rows = [row for row in ops.INPUTS.values() if row.name in ops.NAMED_INPUTS]
+    lines = _together((", ".join(sorted(axis.value for axis in row.axes)) or "nothing", f"`{row.name}`: {row.doc}") for row in rows)
+    return table(("varies over", ""), ((axes, "; ".join(docs)) for axes, docs in lines))
+
+
+def _reductions() -> str:
+    """Reductions with the same ranges stand in one line."""
+    rows = [row for row in ops.REDUCTIONS.values() if row.name not in editions.FUNCTIONS]
+    lines = _together((_ranges(row), f"`{written(row.name)}`: {row.doc}") for row in rows)
+    return table(("ranges over", ""), ((ranges, "; ".join(docs)) for ranges, docs in lines))
+
+
+def _ranges(row: ops.ReductionRow) -> str:
+    found = [ops.RANGES[over].removeprefix("over ") for over in row.over]
+    return ", ".join(one for one in found if one not in editions.RANGES)
+
+
+def _functions() -> str:
+    """Functions that mean the same stand in one line."""
+    docs = {**ops.FORMS, **ops.POOLS, **{name: ops.FUNCTIONS[name] for name in ops.ELEMENTWISE}}
+    names = [name for name in docs if name not in editions.FUNCTIONS]
+    lines = _together((docs[name].doc, f"`{written(name, extreme=name in ops.REDUCTIONS)}`") for name in names)
+    return table(("", "meaning"), [*((" ".join(texts), doc) for doc, texts in lines), *OPERATORS.items()])
+
+
+def _prelude() -> str:
+    lets = re.findall(r"^let .*?(?=\s*(?:#.*)?$)", read_resource("grammar", "prelude.kv"), re.MULTILINE)
+    return "```kv\n" + "\n".join(lets) + "\n```\n"
+
+
+def _gone() -> str:
+    """What edition 2 has no more, with what is written instead."""
+    rows = [(f"`{word}`", instead) for word, instead in editions.GONE.items()]
+    rows += [(f"`over {word}`", instead) for word, instead in editions.RANGES.items()]
+    rows += [(f"`{name}(...)`", instead) for name, instead in editions.FUNCTIONS.items()]
+    rows += [(what, instead.format(value="x", most="n")) for what, instead in editions.PARTS.items()]
+    return table(("edition 1", "edition 2"), [(" ".join(words), instead) for instead, words in _together((b, a) for a, b in rows)])
+
+
+def _together(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    """What stands behind the same key."""
+    found: dict[str, list[str]] = {}
+    for key, value in rows:
+        found.setdefault(key, []).append(value)
+    yield from found.items()
+
+
+PLACES: dict[str, Callable[[], str]] = {
+    "{statements}\n": _statements,
+    "{inputs}\n": _inputs,
+    "{reductions}\n": _reductions,
+    "{functions}\n": _functions,
+    "{prelude}\n": _prelude,
+    "{gone}\n": _gone,
+}
+"""What stands in a place of what was written."""

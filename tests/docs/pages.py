@@ -1,6 +1,6 @@
 """The documents, their code blocks, and what the blocks print.
 
-Blocks are told apart by their language: `kv` (a file if its first line is `kv 1`, else statements of a policy), `python`, `console`
+Blocks are told apart by their language: `kv` (a file if its first line is an edition, `kv 2`, else statements of a policy), `python`, `console`
 (commands after `$ `, each followed by what it prints; `# exits with 1` says that it finds something), `shell` (commands that tests do
 not run) and `text`. A `text` block that follows a `python` block is what that prints. In what is printed, `...` stands for
 anything. `title="NAME"` saves a block as a file.
@@ -58,7 +58,7 @@ class Block:
     @property
     def is_file(self) -> bool:
         """Whether a `kv` block is a whole file."""
-        return self.text.startswith("kv 1\n")
+        return self.text.startswith(("kv 1\n", "kv 2\n"))
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -74,7 +74,7 @@ def whole(block: Block) -> str:
     words = {line.split()[0] for line in block.text.splitlines() if line.strip()}
     rest = [] if words & {"budget", "select"} or "param budget" in block.text else ["param budget = 512"]
     rest += [] if words & {"score", "select"} else ["score position"]
-    return f'kv 1\npolicy Fragment {{\n"Statements from a document."\n{block.text}' + "\n".join(rest) + "\n}\n"
+    return f'kv 2\npolicy Fragment {{\n"Statements from a document."\n{block.text}' + "\n".join(rest) + "\n}\n"
 
 
 # -- running a page ----------------------------------------------------------------------------------------------------

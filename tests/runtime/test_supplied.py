@@ -84,7 +84,7 @@ def test_commands_that_could_not_give_any_say_so(
     policy.write_text('kv 1\n\npolicy Mine {\n  "A test."\n  param budget = 4\n  given x\n  score x\n}\n')
     result = run(capsys, *command, str(policy))
     assert result.code == 2
-    assert "Mine needs `x` from its caller: write a default in the policy, `given x = 0`" in result.err
+    assert "Mine needs `x` from its caller: write a default in the policy, `input x = 0`" in result.err
 
 
 def test_a_policy_whose_values_have_defaults_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
