@@ -128,7 +128,7 @@ EDITION = _code(
     "KV0110",
     "unknown edition",
     "This kvdsl does not know the edition that the file asks for, or the line does not stand first, or stands twice.",
-    'kv 2\n\npolicy Example {\n  "An example."\n}\n',
+    'kv 9\n\npolicy Example {\n  "An example."\n}\n',
 )
 BAD_NAME = _code(
     "KV0111",
