@@ -48,7 +48,10 @@ STATEMENTS = {
         "those above",
         "all",
     ),
-    "select_where": ("attend to all tokens for which the condition holds, and to the first and last that `keep` names", "all"),
+    "select_where": (
+        "attend to all tokens for which the condition holds, and to the first and last that `keep` names",
+        "all",
+    ),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
     "pages": (
         "`over page` reads what pages of so many tokens have, `over next page` what the one behind has; selection is by page",

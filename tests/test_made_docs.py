@@ -66,7 +66,10 @@ def test_the_tables_know_the_whole_language() -> None:
     grammar = re.sub(r"[ ]+//.*", "", read_resource("grammar", "kv.lark"))
     plain = re.search(r"^\?plain: (.*?)\n\n", grammar, re.MULTILINE | re.DOTALL)
     assert plain is not None
-    named = {rule: re.findall(r"-> (\w+)$", text, re.MULTILINE) for rule, text in re.findall(r"^\?(\w+): (.*(?:\n +\|.*)+)", grammar, re.MULTILINE)}
+    named = {
+        rule: re.findall(r"-> (\w+)$", text, re.MULTILINE)
+        for rule, text in re.findall(r"^\?(\w+): (.*(?:\n +\|.*)+)", grammar, re.MULTILINE)
+    }
     assert {name for rule in re.findall(r"\w+", plain[1]) for name in named.get(rule) or [rule]} == STATEMENTS.keys()
     page = language_reference()
     assert all(re.search(rf"^\| .*`{name}\b", page, re.MULTILINE) for name in NAMED_INPUTS | NAMED_FUNCTIONS)

@@ -419,8 +419,8 @@ FORMS = _table(
         FormRow(
             "rank",
             "rank(x)",
-            "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x by key)` of those with its key, "
-            "`rank(x over heads)` among the slots of all KV heads, for those that share a budget",
+            "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x by key)` of those "
+            "with its key, `rank(x over heads)` among the slots of all KV heads, for those that share a budget",
         ),
         FormRow(
             "fold",

@@ -246,7 +246,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Select:
-    """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | in layers A, B reused above]`; without a count `by` is a condition."""
+    """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | in layers A, B reused above]`.
+
+    Without a count `by` is a condition.
+    """
 
     span: Span
     count: Expr | None

@@ -41,7 +41,9 @@ def _statement(rule: str) -> tuple[str, str, str]:
 def _inputs() -> str:
     """Inputs that vary over the same stand in one line."""
     rows = [row for row in ops.INPUTS.values() if row.name in ops.NAMED_INPUTS]
-    lines = _together((", ".join(sorted(axis.value for axis in row.axes)) or "nothing", f"`{row.name}`: {row.doc}") for row in rows)
+    lines = _together(
+        (", ".join(sorted(axis.value for axis in row.axes)) or "nothing", f"`{row.name}`: {row.doc}") for row in rows
+    )
     return table(("varies over", ""), ((axes, "; ".join(docs)) for axes, docs in lines))
 
 
@@ -76,7 +78,9 @@ def _gone() -> str:
     rows += [(f"`over {word}`", instead) for word, instead in editions.RANGES.items()]
     rows += [(f"`{name}(...)`", instead) for name, instead in editions.FUNCTIONS.items()]
     rows += [(what, instead.format(value="x", most="n")) for what, instead in editions.PARTS.items()]
-    return table(("edition 1", "edition 2"), [(" ".join(words), instead) for instead, words in _together((b, a) for a, b in rows)])
+    return table(
+        ("edition 1", "edition 2"), [(" ".join(words), instead) for instead, words in _together((b, a) for a, b in rows)]
+    )
 
 
 def _together(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,12 @@ POLICIES = {
     "of a group": ("group max", "select top 7 by dot(q, k) weight exp(-scaling * dot(q, k))"),
     "of a query head": ("group each", "select where random() < 0.6 weight where(dot(q, k) > 0, 2, 0.5)"),
     "of some layers": ("select top 5 by position weight age + 1 in layers 2..",),
-    "that evicts": ("param budget = 9", "score sum(attn)", "select where random() < 0.7 weight 1 / (age + 1)", "keep first 2"),
+    "that evicts": (
+        "param budget = 9",
+        "score sum(attn)",
+        "select where random() < 0.7 weight 1 / (age + 1)",
+        "keep first 2",
+    ),
     "at ranks": ("param budget = 9", "score sum(attn)", "positions compact", "select top 5 by -age weight position + 1"),
     "without a share": ("select where age < 9 weight where(age % 3 == 1, -1, 1 / (age % 3))",),
 }

@@ -155,7 +155,9 @@ def _evicting(setup: Setup, policy: str) -> list[Row]:
         setup.size(128, 48),
         {"pyramidkv": _PYRAMID, _EVERYWHERE: str(VARIANTS / "sparcas_all.kv")}.get(policy, policy),
     )
-    settings = {"full": {}, "magicpig": {}, "sparcas": {"tokens": size}, _EVERYWHERE: {"tokens": size}}.get(policy, {"budget": size})
+    settings = {"full": {}, "magicpig": {}, "sparcas": {"tokens": size}, _EVERYWHERE: {"tokens": size}}.get(
+        policy, {"budget": size}
+    )
     scores = recalled(setup, used, **settings) | {TEXT: faithful(setup, used, **settings)}
     return [{"policy": policy, "task": task, "score": score} for task, score in scores.items()]
 
