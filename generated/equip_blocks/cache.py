@@ -1,6 +1,6 @@
 """EQUIPBlocks: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (45e803224e30). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """EQUIPBlocks in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (45e803224e30). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """

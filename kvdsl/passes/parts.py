@@ -37,7 +37,7 @@ def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:
         if not isinstance(node, Reduce) or knows(node):
             return None
         formula = REDUCTIONS[node.op].parts
-        if formula is None or node.last is not None:
+        if formula is None or node.last is not None or node.within == "next":  # a slot's next page is not its mean's
             return None
         made = from_formula(formula, node.body, lambda op, body: node.model_copy(update={"op": op, "body": body}))
         return _in_parts(made, knows)

@@ -1,8 +1,8 @@
 """The documents, their code blocks, and what the blocks print.
 
 Blocks are told apart by their language: `kv` (a file if its first line is an edition, `kv 2`, else statements of a policy), `python`,
-`console` (commands after `$ `, each followed by what it prints; `# exits with 1` says that it finds something), `shell` (commands that tests do
-not run) and `text`. A `text` block that follows a `python` block is what that prints. In what is printed, `...` stands for
+`console` (commands after `$ `, each followed by what it prints; `# exits with 1` says that it finds something), `shell` (commands
+that tests do not run) and `text`. A `text` block that follows a `python` block is what that prints. In what is printed, `...` stands for
 anything. `title="NAME"` saves a block as a file.
 """
 
