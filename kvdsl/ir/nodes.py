@@ -466,7 +466,6 @@ class Policy(Node):
         columns: the state columns; empty until `kvdsl.passes.columns` has run.
     """
 
-    edition: int = 1
     name: str
     stem: str
     doc: str = ""

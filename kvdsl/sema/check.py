@@ -206,7 +206,6 @@ class Checker:
             for name in ("budget", "measured", "across", "score", "pages", "pages_after", "block", "prefill_block")
         }
         return ir.Policy(
-            edition=self.flat.module.edition,
             name=self.flat.syntax.name.text,
             stem=self.flat.module.file.stem,
             doc=_docstring(self.flat.syntax),

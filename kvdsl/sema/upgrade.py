@@ -167,4 +167,4 @@ def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:
 
 
 def _meaning(policy: Policy) -> Policy:
-    return fold(normal(policy)).model_copy(update={"edition": EDITION})
+    return fold(normal(policy))

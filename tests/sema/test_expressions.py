@@ -201,13 +201,6 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
         ("norm2(key)", "KV0201", "unknown name `key`", "key", "write `k`"),
         ("avg(attn)", "KV0202", "unknown function `avg`", "avg", "write `mean(attn)`"),
         ("clip(age, 0, 3)", "KV0202", "unknown function `clip`", "clip", "write `min(max(age, 0), 3)`"),
-        (
-            "softmax(mean(logit))",
-            "KV0202",
-            "unknown function `softmax`",
-            "softmax",
-            "over slots it is `exp(mean(logit)) / sum(exp(mean(logit)) over slots)`; `attn` is the softmax of the logits already",
-        ),
         ("men(attn)", "KV0202", "unknown function `men`", "men", "did you mean `mean`?"),
         ("nrm2(v)", "KV0202", "unknown function `nrm2`", "nrm2", "did you mean `norm2`?"),
         ("age and 3 > 2", "KV0303", "`and` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),

@@ -70,7 +70,7 @@ def test_ir(stem: str) -> None:
     policy = analyse(find_policy(stem)).policy
     assert (policy.name, policy.params, policy.budget, policy.score, policy.keeps) == EXPECTED[stem]
     positions = "compact" if stem == "streaming_llm" else "original"
-    assert (policy.stem, policy.edition, policy.group, policy.positions) == (stem, 1, "mean", positions)
+    assert (policy.stem, policy.group, policy.positions) == (stem, "mean", positions)
     assert (policy.trigger, policy.slack, policy.max_drop, policy.columns) == (
         Number(value=1),
         Number(value=0),
@@ -94,7 +94,7 @@ def test_shipped_policies_are_clean_short_and_documented(path: Path) -> None:
     analysis = analyse(path)
     assert [found.code for found in analysis.diagnostics] == WARNINGS.get(path.stem, [])
     text = path.read_text()
-    assert text.startswith("kv 1\n")
+    assert text.startswith("kv 2\n")
     assert 'import "' not in text  # shipped policies have names of their own
     statements = re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
     assert len([line for line in statements.split("{")[1].split("\n") if re.match(r"\s*\w", line)]) <= 12

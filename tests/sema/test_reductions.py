@@ -90,7 +90,8 @@ def test_others() -> None:
     vectors = "norm2(mean(k - other(k) over others))"
     assert axes_of(score(vectors)) == {Axis.SLOT}
     nested = "sum(where(other(max(other(position) over others)) == position, 0, 1) over others)"
-    assert print_expression(score(nested)) == nested
+    others = "over slots as j where j.position != position"
+    assert print_expression(score(nested)) == f"sum(where(j.(max(j.position {others})) == position, 0, 1) {others})"
     assert policy("param budget = 64", "score age", "keep where max(where(other(age > 3), 1, 0) over others) == 1").keeps
     message = "what `select` ranks by cannot read `over others`: slots are compared in a settle, not for every query"
     assert only(body("select top 5 by dot(q, k) * max(other(age) over others)"), "KV0315").message == message
@@ -243,7 +244,7 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("sum(live over others)", "KV0325", "`over others` compares a slot with each of the others, but `live` reads none", "live",
          "leave the reduction out"),
         ("sum(other(attn) over others)", "KV0325",
-         "`other` is what another slot has whatever the query, but `attn` has one number per query and slot", "attn",
+         "another slot has what is the same whatever the query, but `attn` has one number per query and slot", "attn",
          "reduce it over queries: `other(mean(attn))`"),
         ("sum(attn * other(age) over others)", "KV0325",
          "slots are compared by what they have whatever the query, but `attn * other(age)` has one number per query, slot and other slot",
@@ -265,7 +266,7 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "slots are compared in a settle, so `over others` cannot stand in a fold that goes on query by query",
          "prev + attn * max(other(age) over others)", "read it outside of the fold, or in one over prunes"),
         ("sum(other(live) over others)", "KV0325",
-         "`other` is what another slot has, but `live` is the same for all of them: it is a single number", "live", "write `live`"),
+         "another slot has nothing of its own of `live`, which is the same for all of them: it is a single number", "live", "write `live`"),
         ("max(other(max_pool(age, 3)) over others)", "KV0313", "a pool cannot stand inside a reduction, as `max(...)` is one",
          "max(other(max_pool(age, 3)) over others)", "pool the score as a whole"),
         ("other(age, 3)", "KV0306", "`other` takes 1 argument, but 2 are given", "other(age, 3)", "write `other(age)`"),
