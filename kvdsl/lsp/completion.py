@@ -14,6 +14,7 @@ from kvdsl.lsp.names import ancestry
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
+from kvdsl.sema.editions import GONE
 from kvdsl.shipped import all_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead
@@ -35,7 +36,9 @@ def completion(document: Document, position: lsp.Position) -> list[lsp.Completio
     here = ahead(document.source, offset)
     if here is None:
         return list(_paths(document, offset))
-    items = [*_names(document, here, offset), *_keywords(here)]
+    begins = here.place is Place.POLICY and not [word for word in here.statement if word != "override"]
+    gone = GONE if begins and document.module is not None and document.module.edition > 1 else {}
+    items = [*_names(document, here, offset), *(item for item in _keywords(here) if item.label not in gone)]
     seen: dict[str, lsp.CompletionItem] = {}
     for item in items:
         seen.setdefault(item.label, item)
@@ -88,7 +91,7 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
         yield from _policies(document)
     elif first == "use" and last == "use":
         yield from _known_policies(document)
-    elif first == "tensor" and "[" in words and "]" not in words:
+    elif first in ("tensor", "input") and "[" in words and "]" not in words:
         yield from (_item(axis, _Kind.EnumMember) for axis in AXES if axis not in words)
     elif first == "set" and last == "set":
         yield from (

@@ -83,7 +83,11 @@ def _clauses(p: Draft, one: Any) -> None:
         layers = {"in_layers": one.range and _range(one.range)}
         if one.choosing:
             layers = {"in_layers_reused_above": [_expr(layer) for layer in one.choosing]}
-        p.select(top=_expr(one.count), by=_expr(one.by), **layers)
+        weight = {"weight": _maybe(one.weight)}
+        if one.count is None:
+            p.select(where=_expr(one.by), **weight, **layers)
+        else:
+            p.select(top=_expr(one.count), by=_expr(one.by), **weight, **layers)
     else:
         p.sketch(top=_expr(one.count), by=_expr(one.by), every=_expr(one.every))
 

@@ -17,7 +17,7 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
             "its form is `keep first expr`, `keep last expr`, `keep top expr by expr` or `keep where expr`",
         ),
         ("param x 3", "`param` takes `=`", "param x 3", "write `param x = 3`"),
-        ("param 3 = 4", "expected a name, not `3`", "3", "its form is `param NAME [NAME] = expr [in range]`"),
+        ("param 3 = 4", "expected a name, not `3`", "3", "its form is `param NAME = expr [in range]`"),
         ("score age = 3", "`=` does not compare", "=", "write `==`"),
         ("score 1 < age < 3", "comparisons do not chain", "1 < age < 3", "write `1 < age and age < 3`"),
         ("score age // 3", "`//` is not an operator", "age // 3", "write `floor(age / 3)`"),
