@@ -12,6 +12,7 @@ from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.navigation import definition, references, rename
 from kvdsl.lsp.outline import symbols
+from kvdsl.reference import STATEMENTS
 
 HEAD = "kv 1\nimport h2o\n\n"
 BASE = 'kv 1\n\npolicy Base {\n  "A base."\n  param budget = 64\n  param beta = 20\n  score mean(attn) * beta\n}\n'
@@ -43,7 +44,7 @@ def test_clauses_are_statements(before: str) -> None:
     details = {item.label: item.detail for item in items}
     assert {"score", "keep", "when", "layers"} <= details.keys()
     assert "override" not in details
-    assert details["when"] .startswith("the phase in which it evicts")
+    assert details["when"] == STATEMENTS["when"][0]
 
 
 @pytest.mark.parametrize(
