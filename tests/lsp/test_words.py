@@ -68,7 +68,18 @@ def test_tables_name_what_the_grammar_has() -> None:
     begin = {
         first_word(rule) for rule, body in grammar_rules().items() if rule.islower() and body.startswith('"')
     } & keywords()
-    inside = {"across", "at", "over", "where", "by", "override", "query", "key", "value", "rest"}  # of statements, rather than statements
+    inside = {
+        "across",
+        "at",
+        "over",
+        "where",
+        "by",
+        "override",
+        "query",
+        "key",
+        "value",
+        "rest",
+    }  # of statements, rather than statements
     assert begin - inside <= firsts
     for rule in (*ITEMS, *STATEMENTS, *STEPS):
         assert '"' not in form(rule)
@@ -99,7 +110,8 @@ def test_every_keyword_is_offered_somewhere() -> None:
         policy + "sketch top 3 ", policy + "sketch top 3 dims ", policy + "prefill blocks ",
         policy + "sketch top 3 dims by q ", policy + "sketch top 3 dims by q every 3 ", policy + "score mean(attn ",
         policy + "tensor x [dims] ", policy + "given x ", policy + "pages 3 ", policy + "score mean(attn over next ",
-        policy + "score mean(attn over ", policy + "score mean(attn over slots ", policy + "when prefill ", policy + "score mean(attn over last 3 ", test + " ", test + " at ", test + " at layer 3 ",
+        policy + "score mean(attn over ", policy + "score mean(attn over slots ",
+        policy + "when prefill ", policy + "score mean(attn over last 3 ", test + " ", test + " at ", test + " at layer 3 ",
         test + "\n", test + "\nexpect ", test + "\nattend ", test + "\nattend 1 ", test + "\ntoken ", test + "\nprompt {\n",
         test + "\nexpect kept ", test + "\n3 ", test + "\ntoken query 3 ", test + "\nattend -",
     ]  # fmt: skip

@@ -55,7 +55,9 @@ def test_overrides_keep_the_order_of_params() -> None:
 
 def test_override_keep_drops_what_is_inherited() -> None:
     dropped = check(extending("override param recent = 3", "override keep", "keep where age < recent")).policy
-    assert [print_keep(keep) for keep in dropped.keeps] == ["keep where age < recent"]  # what it extends is of edition 2, where nothing stays by itself
+    assert [print_keep(keep) for keep in dropped.keeps] == [
+        "keep where age < recent"
+    ]  # what it extends is of edition 2, where nothing stays by itself
     replaced = check(extending("override keep first recent", "keep last 3")).policy
     assert [print_keep(keep) for keep in replaced.keeps] == ["keep first recent", "keep last 3"]
 
