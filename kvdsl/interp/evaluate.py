@@ -331,7 +331,8 @@ def _over_slots(expr: Reduce, scope: Scope) -> Array:
         keys = page_of(scope.inputs["position"][:, 0], scope.page, scope.page_after).astype(np.float64)
     else:
         keys = evaluate_slots(expr.by, scope)
-    folded = {key: _where_it_holds(expr, body[keys == key], holds[keys == key]) for key in set(keys.tolist())}
+    numbers = set(keys[~np.isnan(keys)].tolist())
+    folded = {key: _where_it_holds(expr, body[keys == key], holds[keys == key]) for key in numbers}
     nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
     found = [nothing if math.isnan(key) else folded.get(key + (expr.within == "next"), nothing) for key in keys.tolist()]
     return np.concatenate(found)
@@ -378,10 +379,11 @@ def _of_every_slot(part: Expr, scope: Scope) -> Array:
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:
     """A reduction over dims, or over those of the sketch. What does not vary over dims counts once for each."""
-    body = _value(expr.body, scope)
-    dims = body.shape[1] if Axis.DIM in axes_of(expr.body) else scope.dims
-    body = np.broadcast_to(body, (body.shape[0], dims))
-    holds = None if expr.where is None else np.broadcast_to(_truth(_value(expr.where, scope)), body.shape)
+    body, holds = _value(expr.body, scope), None if expr.where is None else _truth(_value(expr.where, scope))
+    rows, dims = body.shape if holds is None else np.broadcast_shapes(body.shape, holds.shape)
+    varies = any(part is not None and Axis.DIM in axes_of(part) for part in (expr.body, expr.where))
+    shape = (rows, dims if varies else scope.dims)
+    body, holds = np.broadcast_to(body, shape), None if holds is None else np.broadcast_to(holds, shape)
     if expr.within == "sketch":
         if scope.sketch is None:
             raise LookupError("there is no sketch before the prompt's last query")

@@ -11,7 +11,7 @@ import math
 from typing import TypeGuard
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce, Within
 from kvdsl.ir.ops import FIXED, REDUCTIONS
 from kvdsl.ir.visitors import bottom_up, children, mapped, walk, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
@@ -265,16 +265,17 @@ def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
     if expr.axis not in axes_of(where) | {Axis.QUERY, Axis.HEAD}:
         return _where(where, bare, Number(value=REDUCTIONS[expr.op].of_nothing))
 
-    def reduced(op: str, body: Expr, otherwise: Expr) -> Expr:
-        return bare.model_copy(update={"op": op, "body": _where(where, body, otherwise)})
+    def reduced(op: str, body: Expr, otherwise: Expr, within: Within = expr.within) -> Expr:
+        return bare.model_copy(update={"op": op, "body": _where(where, body, otherwise), "within": within})
+
+    def mean_within(within: Within) -> Expr:
+        return Binary(op="/", left=reduced("sum", expr.body, ZERO, within), right=reduced("sum", ONE, ZERO, within))
 
     if expr.op in ("max", "min"):
         return reduced(expr.op, expr.body, Number(value=REDUCTIONS[expr.op].of_nothing))
-    total = reduced("sum", expr.body, ZERO)
     if expr.op == "sum":
-        return total
-    count = reduced("sum", ONE, ZERO)
-    mean = Binary(op="/", left=total, right=count)
+        return reduced("sum", expr.body, ZERO)
+    mean, count = mean_within(expr.within), reduced("sum", ONE, ZERO)
     if expr.op == "mean":
         return mean
     # One query at a time, as the columns of `var` are kept; and of the next page a slot in it knows no mean.
@@ -283,7 +284,8 @@ def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
         less = Binary(op="-", left=square, right=Binary(op="**", left=mean, right=Number(value=2)))
         variance: Expr = Call(function="max", args=(less, ZERO))  # rounding can leave it below zero
     else:
-        squared = Binary(op="**", left=Binary(op="-", left=expr.body, right=mean), right=Number(value=2))
+        own = mean_within("page") if expr.within == "next" else mean  # as the slots of the page behind have it
+        squared = Binary(op="**", left=Binary(op="-", left=expr.body, right=own), right=Number(value=2))
         variance = Binary(op="/", left=reduced("sum", squared, ZERO), right=count)
     return variance if expr.op == "var" else Call(function="sqrt", args=(variance,))
 

@@ -129,9 +129,14 @@ def reads_text(expr: Expr) -> bool:
     return any(isinstance(part, Reduce) and part.within == "text" for part in walk(expr))
 
 
-def compares_slots(expr: Expr) -> bool:
-    """Whether a value compares slots with each other."""
-    return any(isinstance(part, Reduce) and part.axis is Axis.OTHER for part in walk(expr))
+def compares_slots(expr: Expr) -> str | None:
+    """By which words a value compares slots with each other; None if it does not."""
+    for part in walk(expr):
+        if isinstance(part, Reduce) and part.axis is Axis.OTHER:
+            return "over others"
+        if isinstance(part, (Reduce, Rank)) and part.by is not None:
+            return "by"
+    return None
 
 
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:

@@ -146,7 +146,7 @@ class Reductions:
         elif Axis.QUERY in body.axes:
             message = f"`by` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
             self.report(codes.KEY, span, message, offer(f"reduce it over queries: `sum({span.quoted()})`, say"))
-        elif of_query_heads_at_once(body.expr) or reads_text(body.expr) or reads_heads(body.expr):
+        elif reads_heads(body.expr) or any(map(_of_query_heads, (body.expr, over.by.expr))):
             self.report(codes.KEY, span, "slots are grouped for a KV head, so `by` cannot read what each query head has")
         else:
             return True
@@ -202,8 +202,8 @@ class Reductions:
             self.mixed(span, body)
         elif body.pools and over.range not in ("slots", "heads"):
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
-        elif over.axis is Axis.QUERY and compares_slots(body.expr):
-            message = "slots are compared in a settle, not for every query, so `over others` cannot stand in a reduction over queries"
+        elif over.axis is Axis.QUERY and (compares := compares_slots(body.expr)) is not None:
+            message = f"slots are compared in a settle, not for every query, so `{compares}` cannot stand in a reduction over queries"
             self.report(codes.OTHERS, span, message, "leave it outside of the reduction")
         elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
             message = (
@@ -396,8 +396,8 @@ class Reductions:
             self.report(codes.NESTED, span, message, "read `prev` outside of the reduction")
         elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
             self.report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
-        elif word == "queries" and compares_slots(body.expr):
-            message = "slots are compared in a settle, so `over others` cannot stand in a fold that goes on query by query"
+        elif word == "queries" and (compares := compares_slots(body.expr)) is not None:
+            message = f"slots are compared in a settle, so `{compares}` cannot stand in a fold that goes on query by query"
             self.report(codes.OTHERS, span, message, "read it outside of the fold, or in one over prunes")
         elif body.pools:
             self._pooled(node, "a fold")
@@ -497,6 +497,11 @@ def _reads_previous(expr: Expr) -> bool:
 
 def _over_queries(part: Expr) -> bool:
     return isinstance(part, Reduce) and part.axis is Axis.QUERY
+
+
+def _of_query_heads(expr: Expr) -> bool:
+    """Whether each query head may have a value of its own, where a settle finds it."""
+    return of_query_heads_at_once(expr) or reads_text(expr)
 
 
 def _of_many_queries(part: Expr) -> bool:

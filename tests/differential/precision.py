@@ -244,11 +244,13 @@ def _over_others(expr: Reduce, scope: Scope) -> Range:
         found = bounds(part.body if isinstance(part, Other) else part, scope)
         parts[part] = found.map(lambda x: np.broadcast_to(x, (scope.slots, x.shape[1])))
     for slot in place:
-        known = {part: x[place != slot] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
-        body = bounds(expr.body, replace(scope, slots=scope.slots - 1, known=known))
-        body = body.map(lambda x: np.broadcast_to(x, (scope.slots - 1, x.shape[1])))
+        others = (place != slot) if expr.within == "all" else (place >= 0)
+        count = int(others.sum())
+        known = {part: x[others] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
+        body = bounds(expr.body, replace(scope, slots=count, known=known))
+        body = body.map(lambda x, count=count: np.broadcast_to(x, (count, x.shape[1])))
         nothing = exactly(np.full((1, body.lo.shape[1]), REDUCTIONS[expr.op].of_nothing))
-        reduced.append(fold(expr.op, body, 0) if scope.slots > 1 else nothing)
+        reduced.append(fold(expr.op, body, 0) if count else nothing)
     return joined(reduced)
 
 

@@ -51,6 +51,7 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
+from kvdsl.passes.normal import conditions, page_of_key, together
 from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled
 
 from .given import GIVEN
@@ -63,6 +64,7 @@ ARITHMETIC = ("+", "*", "-", "/", "+", "*", "%", "**")
 COMPARISONS = tuple(sorted(ops.COMPARISONS))
 UNARY = ("neg", *(name for name, count in ops.ELEMENTWISE.items() if count == 1))
 OF_QUERIES = tuple(name for name, row in ops.REDUCTIONS.items() if {"queries", "history"} & set(row.over))
+FILTERED = tuple(name for name, row in ops.REDUCTIONS.items() if not row.decay and name not in ("last", "median"))
 SHAPES = ("leaf", *["reduce"] * 4, *["binary"] * 3, "unary", "extreme", "where", "condition")
 
 ONE, NOTHING = Number(value=1), Number(value=0)
@@ -297,7 +299,23 @@ class Maker:
             body = Call(function="where", args=(is_last, self.value(inside), body))
         elif self.one_of(True, False):
             body = self.binary(self.one_of("*", "+", "-", ">"), body, self.value(inside))
-        return Reduce(op=self.one_of(*ops.reducing("others")), axis=Axis.OTHER, body=body)
+        op, within = self.one_of(*ops.reducing("others")), self.one_of("all", "self")
+        where = self.of_two(inside) if self.one_of(True, False) else None
+        if where is not None and within == "all":
+            where = together(conditions(where))
+        return Reduce(op=op, axis=Axis.OTHER, body=body, within=within, where=where)
+
+    def of_two(self, place: Place) -> Expr:
+        """A condition on a slot and another one; none that says which keys are equal, as a key says that."""
+        other = Other(body=self.with_slots(self.value(place)))
+        made: Expr = self.one_of(
+            Binary(op=self.one_of("<", "<=", ">"), left=Other(body=Input(name="position")), right=Input(name="position")),
+            Binary(op="<", left=Other(body=Input(name="age")), right=self.literal()),
+            Binary(op=self.one_of("<", ">=", ">"), left=other, right=self.value(place)),
+        )
+        if self.one_of(True, False):
+            return made
+        return Binary(op=self.one_of("and", "or"), left=made, right=self.one_of(self.condition(place), made))
 
     def with_slots(self, body: Expr) -> Expr:
         """An expression that varies over slots."""
@@ -315,7 +333,8 @@ class Maker:
             seen = Rotate(op="ahead", body=Input(name="k"), by=self.count(9, 1))
             body = Reduce(op="sum", axis=DIM, body=Binary(op="*", left=turned, right=seen))
         after = self.count(3) if self.rarely() else None
-        return Reduce(op=self.one_of(*ops.reducing("text")), axis=QUERY, body=body, within="text", after=after)
+        made = Reduce(op=self.one_of(*ops.reducing("text")), axis=QUERY, body=body, within="text", after=after)
+        return self.filtered(made, inside)
 
     def tensor(self, *, dims: bool) -> Expr:
         """What a file says of the KV head."""
@@ -347,10 +366,13 @@ class Maker:
             axes.append("leverage")
         if not place.query and not place.asks and not place.dims and self.rarely():
             axes.append("others")
+        if self.groups(place) and self.rarely():
+            axes += ["key"] * 2
         makers = {
             "text": self.over_text, "leverage": self.leverage,
             "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
             "rank": self.rank, "fold": self.fold, "others": self.over_others,
+            "key": self.by_key,
         }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
@@ -358,7 +380,16 @@ class Maker:
         body = self.value(place.deeper(query=True, previous=False, dims=False, pools=False, text=False))
         if QUERY not in axes_of(body):
             body = self.binary(self.one_of("*", "+", ">"), Input(name="attn"), body)
-        return self.of_queries(self.one_of(*OF_QUERIES), body)
+        inside = place.deeper(query=True, previous=False, dims=False, pools=False, text=False)
+        return self.filtered(self.of_queries(self.one_of(*OF_QUERIES), body), inside)
+
+    def filtered(self, made: Reduce, inside: Place) -> Reduce:
+        """A reduction, perhaps of what a condition holds for, which is evaluated where its body is."""
+        if made.op not in FILTERED or not self.rarely():
+            return made
+        where = self.condition(replace(inside, depth=min(inside.depth, 1)))
+        counts = made.axis in axes_of(where) and self.one_of(*[False] * 3, True)
+        return made.model_copy(update={"where": where, "body": ONE if counts else made.body})
 
     def of_queries(self, op: str, body: Expr) -> Expr:
         over = ops.REDUCTIONS[op].over
@@ -375,7 +406,43 @@ class Maker:
         body = self.value(place.deeper(dims=False, pools=False))
         if SLOT not in axes_of(body):
             body = self.binary("*", self.slot_value(place), body)
-        return Reduce(op=self.one_of(*ops.reducing("slots")), axis=SLOT, body=body)
+        return self.filtered(
+            Reduce(op=self.one_of(*ops.reducing("slots")), axis=SLOT, body=body), place.deeper(dims=False, pools=False)
+        )
+
+    def by_key(self, place: Place) -> Expr:
+        """What the slots with the same key have, a number or with dims around it a vector."""
+        op, inside = self.one_of(*FILTERED), replace(place.deeper(pools=False, text=False), query=False)
+        if place.dims:
+            made = Reduce(op=op, axis=SLOT, body=Input(name=self.one_of("k", "v")), by=self.key(place))
+        elif place.query:
+            made = Reduce(op=op, axis=SLOT, body=self.of_token(), by=self.key(place))
+            return made if self.one_of(True, False) else made.model_copy(update={"where": self.of_age()})
+        else:
+            made = Reduce(op=op, axis=SLOT, body=self.with_slots(self.value(inside)), by=self.key(place))
+        return self.filtered(made, replace(inside, dims=False, depth=1)) if not place.query else made
+
+    def key(self, place: Place) -> Expr:
+        """A number of each slot that is no page's, which have a word of their own."""
+        third = Binary(op="%", left=Input(name="position"), right=Number(value=self.one_of(3.0, 2.0, 2.5)))
+        made: Expr = self.one_of(
+            lambda: third,
+            lambda: self.of_age(),
+            lambda: Call(function="floor", args=(self.of_token(),)),
+            lambda: Call(function="floor", args=(Binary(op="/", left=Input(name="age"), right=Number(value=3)),)),
+            lambda: third if place.query else self.condition(KEEP.deeper()),
+            lambda: third if place.query else self.value(KEEP.deeper()),
+        )()
+        return made if axes_of(made) == {SLOT} and page_of_key(made) is None else third
+
+    def of_token(self) -> Expr:
+        """What a token has by itself, or its age."""
+        body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
+        return self.one_of(body, body, Input(name="age"), *(GivenRef(name=one.name) for one in self.given))
+
+    def of_age(self) -> Expr:
+        """Whether a token is new."""
+        return Binary(op=self.one_of(*COMPARISONS), left=Input(name="age"), right=Number(value=self.one_of(2.0, 5.0)))
 
     def slot_value(self, place: Place) -> Expr:
         if place.query:
@@ -401,7 +468,8 @@ class Maker:
         if DIM not in axes_of(body):
             body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
         op = self.one_of(*ops.reducing("sketch" if sketched else "dims"))
-        return Reduce(op=op, axis=DIM, body=body, within="sketch" if sketched else "all")
+        inside = replace(place.deeper(dims=True, pools=False), sketched=sketched)
+        return self.filtered(Reduce(op=op, axis=DIM, body=body, within="sketch" if sketched else "all"), inside)
 
     def in_page(self, place: Place) -> Expr:
         """A number of each slot's page: of what tokens have, whatever the query."""
@@ -416,7 +484,8 @@ class Maker:
         if self.rarely():
             body = self.binary("*", self.call("abs", body), self.one_of(*self.fixed))
         within = self.one_of("page", "page", "page", "next")
-        return Reduce(op=self.one_of(*ops.reducing(within)), axis=SLOT, body=body, within=within)
+        where = self.of_age() if self.rarely() else None
+        return Reduce(op=self.one_of(*FILTERED), axis=SLOT, body=body, within=within, where=where)
 
     def rank(self, place: Place) -> Expr:
         """A place in an order, perhaps within the page."""
@@ -424,7 +493,12 @@ class Maker:
         if SLOT not in axes_of(body):
             body = self.binary("*", self.slot_value(place), body)
         paged = self.pages and QUERY not in axes_of(body) and self.one_of(True, False)
-        return Rank(body=body, within="page" if paged else "all")
+        by = None if paged or QUERY in axes_of(body) or not self.groups(place) else self.one_of(None, self.key(place))
+        return Rank(body=body, within="page" if paged else "all", by=by)
+
+    def groups(self, place: Place) -> bool:
+        """Whether slots can be told apart by keys: in a settle or a selection, for which there are fused kernels nowhere."""
+        return not self.fused and not place.asks and not place.sketched and not (place.query and place.attends)
 
     def fold(self, place: Place) -> Expr:
         """Query by query, or prune by prune; a fold over queries may stand in either."""
@@ -553,7 +627,8 @@ class Maker:
         return self.binary(self.one_of("*", "+", "**"), made, self.one_of(*self.fixed)) if self.rarely() else made
 
     def over_heads(self, body: Expr) -> Expr:
-        return Reduce(op=self.one_of(*ops.reducing("heads")), axis=Axis.HEAD, body=body)
+        where = Binary(op=">", left=Input(name="live"), right=self.one_of(*self.fixed)) if self.rarely() else None
+        return Reduce(op=self.one_of(*ops.reducing("heads")), axis=Axis.HEAD, body=body, where=where)
 
     def layers(self) -> LayerRange:
         low = self.pick(range(0, 4))
@@ -762,7 +837,7 @@ def mixes_dims(policy: Policy) -> bool:
     exprs = [*expressions(policy), *([] if policy.select is None else [policy.select.by])]
     exprs += [] if policy.select is None or policy.select.measured is None else [policy.select.measured]
     return any(
-        isinstance(part, Reduce) and part.axis is DIM and len({_vector(leaf) for leaf in walk(part.body)} - {""}) > 1
+        isinstance(part, Reduce) and part.axis is DIM and len({_vector(leaf) for leaf in walk(part)} - {""}) > 1
         for expr in exprs
         for part in walk(expr)
     )
