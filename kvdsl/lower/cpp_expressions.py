@@ -363,12 +363,14 @@ def _of_nothing(op: str) -> str:
 def _float(value: float) -> str:
     if math.isinf(as_float32(value)):
         return "-INFINITY" if value < 0 else "INFINITY"
+    if math.isnan(value):
+        return "NAN"
     text = print_number(value)
     return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
 
 
 def _double(value: float) -> str:
-    if math.isinf(value):
+    if not math.isfinite(value):
         return _float(value)
     text = print_number(value)
     return f"{text}.0" if text.lstrip("-").isdigit() else text

@@ -440,4 +440,4 @@ _LARGEST = (2 - 2.0**-23) * 2.0**127
 
 def as_float32(value: float) -> float:
     """The number, or the infinity that it is in float32: a literal that is too large would be an error there."""
-    return value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
+    return value if abs(value) <= _LARGEST or math.isnan(value) else math.copysign(math.inf, value)

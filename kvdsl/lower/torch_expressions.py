@@ -100,6 +100,8 @@ class _TorchPrinter(Printer):
         """A literal."""
         if math.isinf(value):
             return Fragment("-torch.inf" if value < 0 else "torch.inf", uses=(TORCH,))
+        if math.isnan(value):
+            return Fragment("torch.nan", uses=(TORCH,))
         return Fragment(print_number(value))
 
     def of_dtype(self, value: float) -> Fragment:

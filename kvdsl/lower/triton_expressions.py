@@ -163,7 +163,7 @@ class BlockPrinter(_TritonPrinter):
         return made if expr.right == Number(value=2) else fragment("{}.to(tl.float32)", made)
 
     def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number) and math.isinf(expr.value):
+        if isinstance(expr, Number) and not math.isfinite(expr.value):
             return Fragment(f'float("{expr.value}")')
         if isinstance(expr, Number):
             text = print_number(expr.value)
@@ -279,7 +279,7 @@ def ring_size(ring: str) -> Fragment:
 
 def _float64(value: float) -> Fragment:
     """A literal among doubles: one that is an operand of a function becomes a float32 first."""
-    if math.isinf(value):
+    if not math.isfinite(value):
         return Fragment(f'tl.full([], float("{value}"), tl.float64)')
     return Fragment(print_number(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
 

@@ -26,6 +26,7 @@ _REDUCED = {
     "history": (_EVICTS, "{op}(attn over last 3 queries)"),
     "slots": (_EVICTS, "sum(attn > {op}(attn over slots)) + position * {op}(sum(attn) over slots)"),
     "dims": (_EVICTS, "{op}(k over dims) + sum({op}(q * k over dims))"),
+    "dims, of some tokens": (_EVICTS, "sum(attn) + {op}(k over dims where age != 4)"),
     "sketch": ("sketch top 3 dims by abs(q) every 2 queries\nselect top 5 by {}", "{op}(q * k over sketch)"),
     "page": (
         "param budget = 7\npages 3\n{}",

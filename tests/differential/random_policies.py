@@ -52,7 +52,7 @@ from kvdsl.ir.nodes import (
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 from kvdsl.passes.normal import conditions, page_of_key, together
-from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled
+from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled, reads_data
 
 from .given import GIVEN
 from .tensors import GROUPED, MATRICES, TENSORS
@@ -735,6 +735,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
             if maker.victims == "heads" and any(isinstance(part, TensorRef) for part in walk(made["measured"])):
                 made["measured"] = Binary(op="*", left=Number(value=0.5), right=Input(name="seen"))  # heads have to agree
             made["budget"] = maker.one_of(made["budget"], Input(name="everything"))
+            if made["budget"] == Input(name="everything"):
+                made |= _bounded(made["measured"])
         elif told is None:
             maker.fixed.append(Input(name="budget"))
         else:
@@ -802,6 +804,13 @@ def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
         wider = maker.call(maker.one_of("max", "min"), budget, Number(value=6))
         budget = maker.one_of(wider, Binary(op="+", left=budget, right=maker.fixed[1]))
     return budget, 4.0 if smallest is None else min(smallest, 6.0)
+
+
+def _bounded(measured: Expr) -> dict[str, Expr]:
+    """`budget min(x, n)` of an x that reads the data, and an n that does not, is at most n."""
+    if not (isinstance(measured, Call) and measured.function == "min"):
+        return {}
+    return next(({"measured": x, "budget": n} for x, n in (measured.args, measured.args[::-1]) if reads_data(x) and not reads_data(n)), {})
 
 
 def _by_head(maker: Maker, budget: Expr) -> Expr | None:
