@@ -40,15 +40,27 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import FUNCTIONS, INPUTS, OPERATORS, Strength
+from kvdsl.ir.visitors import walk
 
 _OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
 _OVER |= {Axis.HEAD: " over heads"}
 _POSITION = Input(name="position")
 
 
+_SLOT = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for the other slot until all other names are known."""
+
+
 def print_expression(expr: Expr) -> str:
     """An expression, with as few parentheses as its meaning needs."""
-    return _text(expr, Strength.OR)
+    text = _text(expr, Strength.OR)
+    if _SLOT not in text:
+        return text
+    taken = {part.name for part in walk(expr) if isinstance(part, (ParamRef, TensorRef, GivenRef, ColumnRef))}
+    name = "j"
+    while name in taken:
+        name += "_"
+    return text.replace(_SLOT, name)
 
 
 def _text(expr: Expr, at_least: Strength) -> str:
@@ -71,9 +83,9 @@ def _parts(expr: Expr) -> tuple[str, Strength]:
         decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
         return f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})", Strength.ATOM
     if isinstance(expr, Other):
-        return f"j.{expr.body.name}" if isinstance(
-            expr.body, (Input, GivenRef)
-        ) else f"j.({_text(expr.body, Strength.OR)})", Strength.ATOM
+        named = isinstance(expr.body, (Input, GivenRef)) and expr.body.name != "observed"
+        what = _text(expr.body, Strength.OR)
+        return f"{_SLOT}.{what}" if named else f"{_SLOT}.({what})", Strength.ATOM
     if isinstance(expr, Fold):
         over = " over prunes" if expr.over == "prunes" else ""
         return f"fold({_text(expr.body, Strength.OR)}{over}, {_text(expr.start, Strength.OR)})", Strength.ATOM
@@ -107,7 +119,7 @@ def _over(expr: Reduce) -> str:
     if expr.last is not None:
         return f" over last {_text(expr.last, Strength.OR)} queries"
     if expr.axis is Axis.OTHER:
-        return " over slots as j"
+        return f" over slots as {_SLOT}"
     if expr.within != "all":
         after = "" if expr.after is None else f" after {_text(expr.after, Strength.OR)}"
         return " over next page" if expr.within == "next" else f" over {expr.within}{after}"

@@ -174,6 +174,8 @@ class Expressions:
 
     def _name(self, node: syn.Name, scope: Scope) -> Value | None:
         definition = scope.find(node.name)
+        if isinstance(definition, Bound) and self._is_of_farther_slot(node.name, definition, node.span, scope):
+            return None
         if definition is not None:
             return self._defined(node, definition)
         if node.name in NAMED_INPUTS:
@@ -247,6 +249,8 @@ class Expressions:
         if isinstance(definition, SlotName):
             definition.used = True
             body = self.check(node.value, scope)
+            if self._is_of_farther_slot(owner, definition, node.span, scope):
+                return None
             return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})", node.span)
         if isinstance(definition, Bound) and definition.value is None:
             return None
@@ -256,6 +260,18 @@ class Expressions:
             help = offer(f"write `{value}({owner})`", at=node.span)
         self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
         return None
+
+    def _is_of_farther_slot(self, name: str, definition: Bound | SlotName, span: Span, scope: Scope) -> bool:
+        """Whether a value is another slot's than the one that is compared here; reports if so."""
+        if isinstance(definition, Bound) and (definition.value is None or Axis.OTHER not in definition.value.axes):
+            return False
+        nearer = scope.nearer_slot(name)
+        if nearer is None:
+            return False
+        message = f"a slot is compared with `{nearer}` here, so `{span.quoted()}`, which a third one has, cannot be read"
+        help = "what a reduction of the slot j compares with is j's own: `j.(sum(i.age over slots as i where i.age < age))`"
+        self._report(codes.OTHERS, span, message, help)
+        return True
 
     # -- operators ---------------------------------------------------------------------------------------------------
 
@@ -464,7 +480,8 @@ class Expressions:
         if over is not None and argument.over is not None and argument.over.name is not None:
             name = argument.over.name
             if over.axis is not Axis.SLOT or over.within != "all":
-                help = offer("write `over slots as j`", at=argument.over.span)
+                unnamed = re.sub(r"\s+as\s+\w+$", "", argument.over.span.text)
+                help = offer(f"write `{unnamed}`", ", or `over slots as j`", at=argument.over.span)
                 self._report(codes.AXIS, name.span, "only slots have names", help)
                 return None, scope
             over, inner = replace(over, axis=Axis.OTHER, within="self"), Scope({name.text: SlotName()}, scope)

@@ -293,7 +293,9 @@ class Reductions:
         elif over.within == "page" and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"rank(sum({text}) over page)", node.span)
         elif over.where is not None:
-            help = offer(f"write `rank(where(c, {text}, -1e30))`, say")
+            only, ranges = node.arguments[0].only, node.arguments[0].over
+            chosen = f"where({'' if only is None else only.span.quoted()}, {text}, -1e30)"
+            help = offer(f"write `rank({chosen}{'' if ranges is None else f' {ranges.span.quoted()}'})`", ", say")
             self.report(codes.ARGUMENTS, node.span, "`rank` takes no `where`", help)
         elif self._fits_key(node, over, body):
             within: Literal["all", "page", "heads"] = (

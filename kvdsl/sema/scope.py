@@ -76,6 +76,16 @@ class Scope:
             scope = scope.outer
         return None
 
+    def nearer_slot(self, name: str) -> str | None:
+        """The slot that is named nearer than a name is; None if there is none."""
+        scope: Scope | None = self
+        while scope is not None and name not in scope.names:
+            slots = [other for other, found in scope.names.items() if isinstance(found, SlotName)]
+            if slots:
+                return slots[0]
+            scope = scope.outer
+        return None
+
     def function(self, name: str) -> LetName | None:
         """The function of a name, the innermost first: values of the same name, a param `page`, do not hide it."""
         scope: Scope | None = self

@@ -2,7 +2,7 @@
 """Runs random policies on random traces, step by step beside the reference interpreter.
 
 Policy N of a seed is the same on every backend. Most are of the whole language, a quarter of what has fused kernels mostly, a quarter
-have a score as one would type it. Each must be accepted by the checker; where `explain` claims the backend for it, it must build and
+have a score as one would type it, an eighth change another one by clauses. Each must be accepted by the checker; where `explain` claims the backend for it, it must build and
 do what the interpreter does. On the C++ backend many policies share a translation unit; Triton's kernels run in its interpreter, where
 a policy takes seconds. Differences that float32's precision explains are counted as near (tests/differential/traces.py says how);
 the exit code is 1 if there are others.
@@ -209,10 +209,15 @@ def _chunk(
 
 def drawn(seed: int, number: int) -> Any:
     """Policy `number` of a seed."""
+    from tests.differential.random_clauses import changed
     from tests.differential.random_policies import policy_of
     from tests.differential.random_texts import policy_with_score
 
     name, stem = f"{seed}-{number}", f"p{number}"
+    if number % 8 == 6:
+        made = changed(name, stem)
+        assert not made.differing(), f"{made.text} changes {made.differing()}"
+        return made.policy
     return policy_with_score(name, stem) if number % 4 == 3 else policy_of(name, stem, fused=number % 4 == 1)
 
 
@@ -229,15 +234,20 @@ class Compiled:
     def of(policy: Any, name: str) -> Compiled:
         """What comes of it, on the way that a file takes."""
         from kvdsl.compiler import analyse, package
+        from kvdsl.diagnostics import Sink
         from kvdsl.explain.facts import facts
         from kvdsl.passes.fold import fold
+        from kvdsl.sema.upgrade import upgraded
         from kvdsl.source import SourceFile
         from tests.differential.tensors import BESIDE
         from tests.differential.traces import random_trace
 
         text = _text(policy)
-        again = analyse(SourceFile(f"{policy.stem}.kv", text, BESIDE.with_stem(policy.stem))).policy
+        source = SourceFile(f"{policy.stem}.kv", text, BESIDE.with_stem(policy.stem))
+        again = analyse(source).policy
         assert fold(again) == policy, "it is read back as another policy"
+        newest = upgraded(source, Sink())  # which compares what both editions mean
+        assert newest is None or analyse(replace(source, text=newest)).ok, "it has another meaning in the newest edition"
         claimed = tuple(one["name"] for one in facts(again).backends if one["ok"])
         return Compiled(policy, package(again, text), claimed, random_trace(policy, name))
 

@@ -30,12 +30,12 @@ class Changed:
         """The statements that are not what the clauses say, or else as they were."""
         expected = self.base.model_copy(update={"name": self.policy.name, "stem": self.policy.stem, **self.changes})
         found = ((name, getattr(self.policy, name), getattr(expected, name)) for name in Policy.model_fields)
-        return [name for name, one, other in found if name not in _LISTS and one != other] + [
+        return [name for name, one, other in found if name not in (*_LISTS, "doc") and one != other] + [
             name for name, one, other in found if name in _LISTS and set(one) - set(other)
         ]
 
 
-_LISTS = ("keeps", "tensors", "given")
+_LISTS = ("params", "keeps", "tensors", "given")
 """Those in no order, of which a statement that has gone may have been the only reader."""
 
 
@@ -48,15 +48,18 @@ def changed(seed: str, stem: str = "p") -> Changed:
         clauses = draw.sample(options, min(len(options), draw.choice([1, 1, 2, 3])))
         separated = ", ".join(text for text, _ in clauses) if draw.random() < 0.5 else None
         body = separated or "{ " + "; ".join(text for text, _ in clauses) + " }"
-        text = f"{print_policy(base)}\npolicy {stem.upper()} = BASE with {body}\n"
+        text = f'kv 1\n\nimport "{stem}_base.kv"\n\npolicy {stem.upper()} = BASE with {body}\n'
+        beside = BESIDE.with_stem(f"{stem}_base")
+        beside.write_text(print_policy(base))
         found = analyse(SourceFile(f"{stem}.kv", text, BESIDE.with_stem(stem)))
+        beside.unlink()
         if clauses and found.ok:
             changes = {name: value for _, fields in clauses for name, value in fields.items()}
             keeps = [keep for fields in (fields for _, fields in clauses) for keep in fields.get("keeps", ())]
             if keeps:
                 scopes = {keep.scope for keep in keeps}
                 changes["keeps"] = (*(keep for keep in base.keeps if keep.scope not in scopes), *keeps)
-            return Changed(fold(found.policies[-1]), text, base, changes)
+            return Changed(fold(found.policy), text, base, changes)
 
 
 def _clauses(base: Policy, other: Policy, draw: Random) -> Iterator[tuple[str, dict[str, Any]]]:
