@@ -12,9 +12,9 @@ from kvdsl.lsp.document import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
+from kvdsl.sema.editions import GONE
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
-from kvdsl.sema.editions import GONE
 from kvdsl.shipped import all_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead

@@ -810,7 +810,14 @@ def _bounded(measured: Expr) -> dict[str, Expr]:
     """`budget min(x, n)` of an x that reads the data, and an n that does not, is at most n."""
     if not (isinstance(measured, Call) and measured.function == "min"):
         return {}
-    return next(({"measured": x, "budget": n} for x, n in (measured.args, measured.args[::-1]) if reads_data(x) and not reads_data(n)), {})
+    return next(
+        (
+            {"measured": x, "budget": n}
+            for x, n in (measured.args, measured.args[::-1])
+            if reads_data(x) and not reads_data(n)
+        ),
+        {},
+    )
 
 
 def _by_head(maker: Maker, budget: Expr) -> Expr | None:

@@ -12,7 +12,14 @@ from kvdsl.source import SourceFile
 
 _OVER = {"queries": "", "history": " over last {} queries", "slots": " over slots", "dims": " over dims"}
 _WHERE = {
-    "queries": ("attn > 0.2", "age < 4", "position % 2 == 0", "attn >= mean(attn over slots)", "random() < 0.5", "{0} > {1}"),
+    "queries": (
+        "attn > 0.2",
+        "age < 4",
+        "position % 2 == 0",
+        "attn >= mean(attn over slots)",
+        "random() < 0.5",
+        "{0} > {1}",
+    ),
     "slots": ("age < 4", "position % 2 == 0", "sum(attn) > 0.5", "live > 6", "{0} > {1}"),
     "dims": ("k > 0", "v < 1", "age < 4", "q * k > 0", "{0} > {1}"),
 }
@@ -60,7 +67,9 @@ def policy_with_score(seed: str, stem: str = "p") -> Policy:
     draw = Random(seed)
     while True:
         score = random_score(draw, draw.choice([2, 3, 4, 5]))
-        text = f'kv {draw.choice([1, 2])}\npolicy {stem.upper()} {{\n"A random policy."\nparam budget = 5\nscore {score}\n}}\n'
+        text = (
+            f'kv {draw.choice([1, 2])}\npolicy {stem.upper()} {{\n"A random policy."\nparam budget = 5\nscore {score}\n}}\n'
+        )
         found = analyse(SourceFile(f"{stem}.kv", text))
         if found.policies:
             return fold(found.policy).model_copy(update={"edition": 1})  # as it is printed

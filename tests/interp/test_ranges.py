@@ -57,9 +57,7 @@ def world(seed: int) -> Slots:
     if seed % 3 == 2:
         masses[1], masses[5] = INF, -0.0
     return [
-        Slot(
-            place, 13 - place, mass, tuple(draw.gauss(0, 1) for _ in range(3)), tuple(draw.gauss(0, 1) for _ in range(5))
-        )
+        Slot(place, 13 - place, mass, tuple(draw.gauss(0, 1) for _ in range(3)), tuple(draw.gauss(0, 1) for _ in range(5)))
         for place, mass in zip(places, masses, strict=True)
     ]
 
@@ -310,7 +308,9 @@ def test_heads(least: int, form: str) -> None:
     for op in OPS:
         by = f"{op}(sum(m over slots) over heads where live > {least})"
         made = FORMS[form](
-            policy("param budget = 9", "let m = sum(attn)", "score m", "when prefill", f"budget budget across layers by {by}")
+            policy(
+                "param budget = 9", "let m = sum(attn)", "score m", "when prefill", f"budget budget across layers by {by}"
+            )
         )
         assert made.across_layers is not None
         assert made.across_layers.by is not None

@@ -130,7 +130,9 @@ def test_a_name_may_be_given_again() -> None:
         body("param budget = 512", "score sum(j.(sum(j.age over slots as j where j.age < age)) over slots as j)")
     ).ok
     assert check(
-        body("param budget = 512", "let older(x) = sum(i.x_ over slots as i where i.age > x)\nlet x_ = age\nscore older(age)")
+        body(
+            "param budget = 512", "let older(x) = sum(i.x_ over slots as i where i.age > x)\nlet x_ = age\nscore older(age)"
+        )
     ).ok
 
 
