@@ -278,8 +278,7 @@ def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
     mean, count = mean_within(expr.within), reduced("sum", ONE, ZERO)
     if expr.op == "mean":
         return mean
-    # One query at a time, as the columns of `var` are kept; and of the next page a slot in it knows no mean.
-    if expr.axis is Axis.QUERY or expr.within == "next":
+    if expr.axis is Axis.QUERY:  # one query at a time, as the columns of `var` are kept
         square = Binary(op="/", left=reduced("sum", Binary(op="*", left=expr.body, right=expr.body), ZERO), right=count)
         less = Binary(op="-", left=square, right=Binary(op="**", left=mean, right=Number(value=2)))
         variance: Expr = Call(function="max", args=(less, ZERO))  # rounding can leave it below zero
