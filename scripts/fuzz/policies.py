@@ -2,10 +2,11 @@
 """Runs random policies on random traces, step by step beside the reference interpreter.
 
 Policy N of a seed is the same on every backend. Most are of the whole language, a quarter of what has fused kernels mostly, a quarter
-have a score as one would type it, an eighth change another one by clauses. Each must be accepted by the checker; where `explain` claims the backend for it, it must build and
-do what the interpreter does. On the C++ backend many policies share a translation unit; Triton's kernels run in its interpreter, where
-a policy takes seconds. Differences that float32's precision explains are counted as near (tests/differential/traces.py says how);
-the exit code is 1 if there are others.
+have a score as one would type it, an eighth change another one by clauses. Each must be accepted by the checker, be printed as it is
+read, and mean the same in the newest edition; where `explain` claims the backend for it, it must build and do what the interpreter
+does. On the C++ backend many policies share a translation unit; Triton's kernels run in its interpreter, where a policy takes seconds.
+Differences that float32's precision explains are counted as near (tests/differential/traces.py says how); the exit code is 1 if there
+are others.
 """
 
 from __future__ import annotations

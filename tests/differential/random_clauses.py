@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -64,7 +64,7 @@ def changed(seed: str, stem: str = "p") -> Changed:
 
 def _clauses(base: Policy, other: Policy, draw: Random) -> Iterator[tuple[str, dict[str, Any]]]:
     """Statements that may take the place of the base's, and the fields that they become."""
-    count: Callable[[], Number] = lambda: Number(value=float(draw.choice([0, 1, 2])))
+    few = [Number(value=float(count)) for count in (0, 1, 2)]
     evicts = base.budget is not None
     if evicts and other.score is not None:
         yield f"score {print_expression(other.score)}", {"score": other.score}
@@ -73,10 +73,10 @@ def _clauses(base: Policy, other: Policy, draw: Random) -> Iterator[tuple[str, d
         yield f"when {when}", {"when": when}
     for name, words in (("trigger", "trigger overflow >="), ("slack", "slack"), ("max_drop", "max_drop")):
         if evicts:
-            value = count()
+            value = draw.choice(few)
             yield f"{words} {print_expression(value)}", {name: value}
     for scope in ("first", "last"):
-        keep = Keep(scope=scope, count=count())
+        keep = Keep(scope=scope, count=draw.choice(few))
         if keep.count != Number(value=0):
             yield print_keep(keep), {"keeps": (keep,)}
     yield from ((print_keep(keep), {"keeps": (keep,)}) for keep in other.keeps if keep.scope in ("top", "where"))

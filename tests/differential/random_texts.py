@@ -49,7 +49,8 @@ def random_score(draw: Random, depth: int = 4) -> str:
     if shape == "other":
         own, other = draw.choice(_OF_SLOTS), draw.choice([*_OF_SLOTS, inner[0]])
         only = draw.choice(_OF_TWO).format(own)
-        return f"{draw.choice(ops.reducing('others'))}({draw.choice(['', f'{own} - '])}j.({other}) over slots as j{only and ' where '}{only})"
+        less = draw.choice(["", f"{own} - "])
+        return f"{draw.choice(ops.reducing('others'))}({less}j.({other}) over slots as j{only and ' where '}{only})"
     if shape == "operator":
         return f"({inner[0]} {draw.choice(list(ops.OPERATORS))} {inner[1]})"
     if shape == "function":

@@ -41,9 +41,15 @@ REFUSED = {
         "leave the reduction out",
     ),
     # keys
-    "a key of queries": ("score sum(attn over queries by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(attn over queries by age)", "`over slots` stands before `by`"),
-    "a key of dims": ("score mean(k over dims by age)", "KV0326", SLOTS_ONLY.format("mean"), "mean(k over dims by age)", "`over slots` stands before `by`"),
-    "a key of others": ("score sum(j.age over slots as j by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(j.age over slots as j by age)", "`over slots` stands before `by`"),
+    "a key of queries": ("score sum(attn over queries by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(attn over queries by age)",
+        "`over slots` stands before `by`",
+    ),
+    "a key of dims": ("score mean(k over dims by age)", "KV0326", SLOTS_ONLY.format("mean"), "mean(k over dims by age)",
+        "`over slots` stands before `by`",
+    ),
+    "a key of others": ("score sum(j.age over slots as j by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(j.age over slots as j by age)",
+        "`over slots` stands before `by`",
+    ),
     "what a query gives, by a key": (
         "score mean(attn over slots by position % 3)", "KV0326",
         "`by` takes what a token has whatever the query, but `attn` has one number per query and slot", "attn",
@@ -85,8 +91,12 @@ REFUSED = {
         "slots are grouped for a KV head, so `by` cannot read what each query head has", "age", None,
     ),
     # the other slot
-    "a name for a dim": ("score sum(k over dims as j) + age", "KV0307", "only slots have names", "j", "write `over dims`, or `over slots as j`"),
-    "a name for a query": ("score sum(attn over queries as j)", "KV0307", "only slots have names", "j", "write `over queries`, or `over slots as j`"),
+    "a name for a dim": ("score sum(k over dims as j) + age", "KV0307", "only slots have names", "j",
+        "write `over dims`, or `over slots as j`",
+    ),
+    "a name for a query": ("score sum(attn over queries as j)", "KV0307", "only slots have names", "j",
+        "write `over queries`, or `over slots as j`",
+    ),
     "a name outside": (
         "score sum(j.age over slots as j) + j.age", "KV0325", "`j` is no slot, so `j.age` has no meaning", "j",
         "name it: `sum(j.age over slots as j)`, say",
