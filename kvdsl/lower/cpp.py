@@ -494,7 +494,7 @@ def _select(policy: Policy) -> SelectPlan | None:
     voted_before, voted, voted_alone = ((), "", False) if rest is None else _expression(policy, rest, names)
     if voted_alone:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
-    count = _count("row", policy.select.measured, policy.select, policy)
+    count = _count("row", policy.select.measured, None, policy)
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(

@@ -137,8 +137,11 @@ def _assigned(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragme
 
 
 def _selected(select: Select) -> Fragment:
-    """How many tokens a query selects, or chooses for the layers above; inf in layers where it does not."""
-    count = _at_least_one(select.count)
+    """How many tokens a query selects, or chooses for the layers above; inf in layers where it does not.
+
+    Where each query finds that out, it is any finite number in those layers.
+    """
+    count = _at_least_one(select.count if select.measured is None else Number(value=1))
     return fragment("given.inside({}, low=chooser, high=chooser)", count) if select.choosing else _inside(count, select)
 
 

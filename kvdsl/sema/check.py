@@ -161,7 +161,8 @@ class Checker:
 
     def _statics(self, parts: Parts) -> None:
         """Checks what is known of the policy's numbers with the params at their defaults."""
-        statics = Statics(self.sink, {name: param.ir.default for name, param in self.params.checked.items()})
+        defaults = {name: param.ir.default for name, param in self.params.checked.items()}
+        statics = Statics(self.sink, defaults, newest=int(self._keeps_the_newest(parts)))
         statics.check_budget(parts.exprs.get("budget"))
         for number in [*self.expressions.bounded, *parts.bounded]:
             statics.check_bounds(number)

@@ -58,10 +58,15 @@ Keep = tuple[str, Expr, Span]
 
 @dataclass
 class Statics:
-    """Knows the values of params and of the budget, as far as they are constant."""
+    """Knows the values of params and of the budget, as far as they are constant.
+
+    Attributes:
+        newest: how many of the last tokens stay without a `keep last`.
+    """
 
     sink: Sink
     params: Mapping[str, Expr]
+    newest: int = 0
     known: dict[str, float] = field(default_factory=dict)
 
     def value(self, part: Part | None, default: float | None = None) -> float | None:
@@ -130,7 +135,7 @@ class Statics:
             ("select.count", "the number of selected tokens is", always),
         ):
             limit = None if name not in exprs else self._size(exprs[name].expr)
-            if limit is not None:
+            if limit is not None and limit >= 1:
                 self._check_keeps(bound, limit, Label(exprs[name].span, role.removesuffix(" is")), role)
         if "budget" in exprs and self._size(exprs["budget"].expr) is None:
             self._check_layers(sized, exprs["budget"])
@@ -191,9 +196,9 @@ class Statics:
                     return
         first = max((one for one in sized if one[0] == "first"), key=lambda one: one[1], default=None)
         last = max((one for one in sized if one[0] == "last"), key=lambda one: one[1], default=None)
-        total = (first[1] if first else 0) + (last[1] if last else 1)
+        total = (first[1] if first else 0) + (last[1] if last else self.newest)
         if first is not None and total > limit:
-            other = f"`{last[2].quoted()}`" if last else "the last token, which is kept by default,"
+            other = f"`{last[2].quoted()}`" if last else "the last token, which edition 1 keeps by default,"
             labels = [at] if last is None else [Label(last[2], "and this"), at]
             self._too_many(
                 f"`{first[2].quoted()}` and {other} protect {print_number(float(total))} tokens",

@@ -33,6 +33,15 @@ BODIES: dict[str, tuple[str, Case]] = {
         "param budget = 4\nscore sum(attn)\ntrigger overflow >= prompt / 10\nslack 3\nmax_drop prompt / 10",
         Case("p", budget=4, batch=2, prompt=12, padding=6, steps=12),
     ),
+    # layers that neither choose nor select counted, too, how many tokens to select
+    "a count in other layers": (
+        "select top 0.7 * seen by dot(q, k) in layers 1 reused above\nkeep last 0",
+        Case("p", prompt=9, layers=2),
+    ),
+    "a count in layers above": (
+        "sketch top 4 dims by abs(q) every 4 queries\nselect top 0.5 * seen by dot(q, k over sketch) in layers 1..",
+        Case("p", prompt=9, layers=2),
+    ),
     # a NaN at position 0 ranked with the free slots
     "NaN at position 0": (
         "param budget = 4\nscore position\nkeep top prompt + 2 by position / position\ntrigger overflow >= 3",

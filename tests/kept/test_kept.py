@@ -73,7 +73,7 @@ def test_another_selection_is_found() -> None:
 
 def test_lost_kernels_are_found() -> None:
     """A policy that had kernels and has none any more."""
-    record = RECORDS["gkv"] | {"texts": {}}
+    record = RECORDS["magicpig"] | {"texts": {}}
     assert "cpu" not in record["served"]
-    found = compare({"gkv": record | {"served": ["torch", "cpu"]}}, ["torch", "cpu"], [])
-    assert found == {"gkv": ["has lost its kernels for cpu"]}
+    found = compare({"magicpig": record | {"served": ["torch", "cpu"]}}, ["torch", "cpu"], [])
+    assert found == {"magicpig": ["has lost its kernels for cpu"]}

@@ -160,7 +160,7 @@ def test_defaults_read_earlier_params_only() -> None:
     ("statements", "message"),
     [
         (["keep first 300", "keep last 300"], "`keep first 300` and `keep last 300` protect 600 tokens, but the budget is 512"),
-        (["keep first 512"], "`keep first 512` and the last token, which is kept by default, protect 513 tokens, but the budget is 512"),
+        (["keep first 512"], "`keep first 512` and the last token, which edition 1 keeps by default, protect 513 tokens, but the budget is 512"),
         (["keep first 1e300"], "`keep first 1e300` protects 1e+300 tokens, but the budget is 512"),
         (["keep first 513", "keep last 0"], "`keep first 513` protects 513 tokens, but the budget is 512"),
         (["keep last 513"], "`keep last 513` protects 513 tokens, but the budget is 512"),
@@ -254,3 +254,11 @@ def test_params_that_read_each_other_twice_take_no_time() -> None:
     lines = ["param p0 = budget", *(f"param p{i + 1} = p{i} + p{i}" for i in range(200))]
     found = only(body(*lines, "budget p200", "score age"), "KV0409")
     assert found.span.text == "p200"
+
+
+def test_edition_2_keeps_nothing_by_default() -> None:
+    """What `keep first` protects may be all of the budget; in edition 1 the last token stays, too."""
+    body = 'policy P {\n"A test."\nparam budget = 4\nscore sum(attn)\nkeep first 4\n}\n'
+    assert [found.code for found in check(f"kv 2\n{body}").diagnostics] == []
+    assert "KV0404" in {found.code for found in check(f"kv 1\n{body}").diagnostics}
+    assert check(f"kv 2\n{body}".replace("keep first 4", "")).policy.keeps == ()

@@ -50,7 +50,7 @@ class Table:
     @cached_property
     def selects(self) -> bool:
         """Whether a query of a policy that selects may skip tokens."""
-        return self._spec.counts or bool(self.named["select"].isfinite().any())
+        return bool(self.named["select"].isfinite().any())
 
     @cached_property
     def never_settles(self) -> bool:
