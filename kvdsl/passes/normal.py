@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce, Within
-from kvdsl.ir.ops import FIXED, REDUCTIONS
+from kvdsl.ir.ops import COMPARISONS, FIXED, LOGICAL, REDUCTIONS
 from kvdsl.ir.visitors import bottom_up, children, mapped, walk, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
 
@@ -141,11 +141,16 @@ def _query_position(expr: Expr, in_text: bool) -> Expr:
 def _negated(condition: Expr) -> Expr | None:
     """The opposite of a condition, which of an order there is not: with a NaN neither holds."""
     opposite = {"==": "!=", "!=": "=="}
-    if _is_call(condition, "not"):
+    if _is_call(condition, "not") and _holds_or_not(condition.args[0]):
         return condition.args[0]
     if isinstance(condition, Binary) and condition.op in opposite:
         return Binary(op=opposite[condition.op], left=condition.left, right=condition.right)
     return None
+
+
+def _holds_or_not(expr: Expr) -> bool:
+    """Whether a value is 0 or 1."""
+    return _is_call(expr, "not") or (isinstance(expr, Binary) and expr.op in COMPARISONS | LOGICAL)
 
 
 def _after(expr: Reduce) -> Reduce:
@@ -181,8 +186,7 @@ def _keeps(policy: Policy) -> tuple[Keep, ...]:
     if policy.select is not None:
         return policy.keeps
     lines = [line for keep in policy.keeps for line in _alternatives(keep)]
-    found = tuple(_placed(line, own=policy.victims == "own") for line in lines)
-    return tuple(dict.fromkeys(found))
+    return tuple(_placed(line, own=policy.victims == "own") for line in lines)
 
 
 def _alternatives(keep: Keep) -> list[Keep]:
@@ -194,10 +198,6 @@ def _alternatives(keep: Keep) -> list[Keep]:
 
 
 def _placed(keep: Keep, *, own: bool) -> Keep:
-    if keep.scope == "top" and keep.by == POSITION:
-        return Keep(scope="last", count=keep.count)
-    if keep.scope == "top" and keep.by == Call(function="neg", args=(POSITION,)):
-        return Keep(scope="first", count=keep.count)
     by = keep.by
     if keep.scope != "where" or not isinstance(by, Binary) or not (isinstance(by.left, Rank) and by.left.within == "all"):
         return keep
@@ -208,7 +208,7 @@ def _placed(keep: Keep, *, own: bool) -> Keep:
         return Keep(scope="first", count=by.right)
     count = by.right.right if isinstance(by.right, Binary) and by.right.op == "-" and by.right.left == LIVE else None
     if by.op == ">=" and count is not None and is_fixed(count) and (own or ranked == POSITION):
-        return _placed(Keep(scope="top", count=count, by=ranked), own=own)
+        return Keep(scope="last", count=count) if ranked == POSITION else Keep(scope="top", count=count, by=ranked)
     return keep
 
 

@@ -17,15 +17,12 @@ TEXT = BOUNDED + "when prefill\nscore "
 PAIRS = {
     # who may not leave
     "keep first": (COUNTED + "keep first n", COUNTED + "keep where rank(position) < n"),
-    "keep first, by top": (COUNTED + "keep first n", COUNTED + "keep top n by -position"),
-    "keep last": (BOUNDED + "score sum(attn)\nkeep last 3", BOUNDED + "score sum(attn)\nkeep last 0\nkeep top 3 by position"),
     "keep last, by rank": (
         BOUNDED + "score sum(attn)\nkeep last 3",
         BOUNDED + "score sum(attn)\nkeep last 0\nkeep where rank(position) >= live - 3",
     ),
     "keep top": (COUNTED + "keep top n by std(attn)", COUNTED + "keep where rank(std(attn)) >= live - n"),
     "two conditions": (COUNTED + "keep where age < 2\nkeep where position < n", COUNTED + "keep where age < 2 or position < n"),
-    "the same twice": (COUNTED + "keep first n", COUNTED + "keep first n\nkeep first n"),
     # numbers
     "a budget's bound": (BOUNDED + "score last(attn)", "param size = 9\nbudget size\nscore last(attn)"),
     "the default trigger": (COUNTED, COUNTED + "trigger overflow >= 1"),

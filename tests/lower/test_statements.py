@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvdsl.compiler import package
 from kvdsl.lower.plan import make_plan
 from kvdsl.lower.spelling import spelled
 from tests.lower.policies import checked, evicting
@@ -81,10 +82,13 @@ def test_how_cpp_asks_query_heads_and_kv_heads(statements: str, alone: bool, vot
     ],
 )
 def test_how_many_a_query_selects(count: str, asks: bool) -> None:
-    plan = make_plan(checked(f"select top {count} by dot(q, k) in layers 2..")).cpp
+    """In the layers of the range; that there is none elsewhere, the number `select` says, which is infinite there."""
+    policy = checked(f"select top {count} by dot(q, k) in layers 2..")
+    plan = make_plan(policy).cpp
     assert plan is not None and plan.select is not None and plan.select.count is not None
     assert plan.select.count.asks == asks
-    assert plan.select.count.value.startswith("(row.param(Number::layer) < 2.0 ? INFINITY : ")
+    assert "Number::select" not in plan.select.count.value
+    assert "isinf(row.param(Number::select))" in package(policy, "")["kernels_cpu.cpp"]
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])

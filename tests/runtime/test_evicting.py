@@ -86,7 +86,6 @@ def test_torch_evicts_where_heads_agree() -> None:
     """And where a score is beyond C++ that only a prompt is asked for."""
     for text in (
         "param budget = 24\nscore sum(attn)\nwhen prefill\nvictims shared by heads",
-        "param budget = 24\nscore max_pool(sum(attn), 7)\nwhen prefill",
-        "param budget = 24\nbudget sum(max(attn) > 0.01 over slots)\nscore sum(attn)\nwhen prefill",
+        "param budget = 24\nscore leverage(k, 1)\nwhen prefill",
     ):
         assert "KVDSL_ENTRY(settle)" not in spec_of(text).cpu_source.read_text(), text

@@ -160,7 +160,10 @@ def test_defaults_read_earlier_params_only() -> None:
     ("statements", "message"),
     [
         (["keep first 300", "keep last 300"], "`keep first 300` and `keep last 300` protect 600 tokens, but the budget is 512"),
-        (["keep first 512"], "`keep first 512` and the last token, which edition 1 keeps by default, protect 513 tokens, but the budget is 512"),
+        (
+            ["keep first 512"],
+            "`keep first 512` and the last token, which edition 1 keeps by default, protect 513 tokens, but the budget is 512",
+        ),
         (["keep first 1e300"], "`keep first 1e300` protects 1e+300 tokens, but the budget is 512"),
         (["keep first 513", "keep last 0"], "`keep first 513` protects 513 tokens, but the budget is 512"),
         (["keep last 513"], "`keep last 513` protects 513 tokens, but the budget is 512"),
