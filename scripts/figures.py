@@ -9,6 +9,7 @@ How each figure is counted:
   bare `keep` are five.
 - ranges: what a reduction may range over, each with rules of its own for what it takes and what it gives (`kvdsl.ir.ops.RANGES`).
 - functions: those that are not written in the language, in its prelude: reductions, elementwise functions, and all else that is called.
+- of the newest edition: the same without what the grammar marks as `kv 1` and the checker refuses there (`kvdsl.sema.editions`).
 - nodes: classes of expressions in the IR (`kvdsl.ir.nodes.EXPRESSIONS`), those that only passes make included.
 - diagnostics: codes (`kvdsl.codes`).
 - policies: all that are shipped. One has kernels where its package holds them. It needs data from outside if it reads a file
@@ -38,6 +39,10 @@ FIGURES = {
     "statements": "statement forms",
     "ranges": "reduction ranges with rules of their own",
     "functions": "functions that are not written in the prelude",
+    "keywords_newest": "keywords of the newest edition",
+    "statements_newest": "statement forms of the newest edition",
+    "ranges_newest": "ranges of the newest edition",
+    "functions_newest": "functions of the newest edition",
     "nodes": "node types of the IR",
     "diagnostics": "diagnostics",
     "policies": "policies",
@@ -67,7 +72,7 @@ def main(as_json: bool, before: Path | None) -> None:
     click.echo("| | " + " | ".join(name for name, _ in columns) + " |")
     click.echo("|---|" + "---:|" * len(columns))
     for key, told in FIGURES.items():
-        click.echo(f"| {told} | " + " | ".join(f"{column[key]:g}" for _, column in columns) + " |")
+        click.echo(f"| {told} | " + " | ".join(f"{column[key]:g}" if key in column else "–" for _, column in columns) + " |")
 
 
 def figures() -> dict[str, Any]:
@@ -77,6 +82,7 @@ def figures() -> dict[str, Any]:
 
     return {
         **_of_grammar(),
+        **_of_newest_edition(),
         "ranges": len(ops.RANGES),
         "functions": len(ops.NAMED_FUNCTIONS),
         "nodes": len(nodes.EXPRESSIONS),
@@ -85,20 +91,41 @@ def figures() -> dict[str, Any]:
     }
 
 
-def _of_grammar() -> dict[str, int]:
+def _of_newest_edition() -> dict[str, int]:
+    """What the newest edition has; nothing of a checkout that knows one edition only."""
+    from kvdsl.ir import ops
+
+    try:
+        from kvdsl.sema import editions
+    except ImportError:
+        return {}
+    counted = _of_grammar(newest=True)
+    return {
+        "keywords_newest": counted["keywords"],
+        "statements_newest": counted["statements"],
+        "ranges_newest": len(
+            [name for name, text in ops.RANGES.items() if text.removeprefix("over ") not in editions.RANGES]
+        ),
+        "functions_newest": len(ops.NAMED_FUNCTIONS - editions.FUNCTIONS.keys()),
+    }
+
+
+def _of_grammar(*, newest: bool = False) -> dict[str, int]:
     from lark import Lark
 
     from kvdsl.resources import resource
 
     text = resource("grammar", "kv.lark").read_text(encoding="utf-8")
+    gone = {line.split(":")[0].lstrip("?") for line in text.splitlines() if "// kv 1" in line} if newest else set()
     grammar = Lark(text, parser="lalr", keep_all_tokens=True, maybe_placeholders=False)
     words = {t.name for t in grammar.terminals if str(t.pattern.value).isidentifier()}
     rules: dict[str, set[str]] = {}
     for rule in grammar.rules:
-        rules.setdefault(rule.origin.name, set()).update(symbol.name for symbol in rule.expansion)
+        if rule.origin.name not in gone and not (newest and rule.alias == "over_next"):
+            rules.setdefault(rule.origin.name, set()).update(symbol.name for symbol in rule.expansion)
     own = _reached("start", rules, without="test") & words
     every = _reached("start", rules, without="") & words
-    plain = {rule.expansion[0].name for rule in grammar.rules if rule.origin.name == "plain"}
+    plain = {rule.expansion[0].name for rule in grammar.rules if rule.origin.name == "plain"} - gone
     return {"keywords": len(every), "keywords_of_tests": len(every - own), "statements": len(plain)}
 
 
