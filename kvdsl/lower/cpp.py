@@ -494,7 +494,10 @@ def _select(policy: Policy) -> SelectPlan | None:
     voted_before, voted, voted_alone = ((), "", False) if rest is None else _expression(policy, rest, names)
     if voted_alone:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
-    count = _count("row", policy.select.measured, None, policy)
+    measured = policy.select.measured
+    if measured is not None and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(measured)):
+        raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before a sketch is found anew")
+    count = _count("row", measured, None, policy)
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(

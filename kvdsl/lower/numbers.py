@@ -136,12 +136,15 @@ def _assigned(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragme
     return fragment(f"{spelled(param.name)} = {{}}", _given(param, bounds))
 
 
+_MANY = 2**31 - 1
+
+
 def _selected(select: Select) -> Fragment:
     """How many tokens a query selects, or chooses for the layers above; inf in layers where it does not.
 
-    Where each query finds that out, it is any finite number in those layers.
+    Where each query finds that out, it is a finite number in those layers, more than any text has.
     """
-    count = _at_least_one(select.count if select.measured is None else Number(value=1))
+    count = _at_least_one(select.count if select.measured is None else Number(value=_MANY))
     return fragment("given.inside({}, low=chooser, high=chooser)", count) if select.choosing else _inside(count, select)
 
 
