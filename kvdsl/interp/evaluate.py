@@ -342,8 +342,8 @@ def _where_it_holds(expr: Reduce, x: Array, holds: Array) -> Array:
     """The reduction along the first axis of what the condition holds for: straight from the definition, line by line."""
     if expr.where is None:
         return fold(expr.op, x, axis=0)
-    chosen, x = np.broadcast_to(_truth(holds), np.broadcast_shapes(holds.shape, x.shape)), np.asarray(x)
-    x = np.broadcast_to(x, chosen.shape)
+    x = np.where(_truth(holds), x, x)  # as large as both
+    chosen = np.broadcast_to(_truth(holds), x.shape)
     lines, masks = x.reshape(len(x), -1), chosen.reshape(len(x), -1)
     of_nothing = REDUCTIONS[expr.op].of_nothing
     found = [
