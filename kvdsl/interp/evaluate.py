@@ -380,7 +380,7 @@ def _of_every_slot(part: Expr, scope: Scope) -> Array:
 def _over_dims(expr: Reduce, scope: Scope) -> Array:
     """A reduction over dims, or over those of the sketch. What does not vary over dims counts once for each."""
     body, holds = _value(expr.body, scope), None if expr.where is None else _truth(_value(expr.where, scope))
-    rows, dims = body.shape if holds is None else np.broadcast_shapes(body.shape, holds.shape)
+    rows, dims = body.shape if holds is None else np.where(holds, body, body).shape
     varies = any(part is not None and Axis.DIM in axes_of(part) for part in (expr.body, expr.where))
     shape = (rows, dims if varies else scope.dims)
     body, holds = np.broadcast_to(body, shape), None if holds is None else np.broadcast_to(holds, shape)
