@@ -436,7 +436,8 @@ KEY = _code(
     "KV0326",
     "not a key",
     "`mean(x over slots by key)` gives every slot the mean of the slots that have the same key as it, as pages do: `by floor(position / "
-    "16)`. A key is one number per slot, whatever the query, and so is what is reduced.",
+    "16)`. A key is one number per slot, whatever the query, and so is what is reduced. A policy has pages of one kind: one that reads "
+    "them for its score and selects as well selects whole ones.",
     _policy(_BUDGET, "score mean(k over slots by attn)"),
 )
 SELECT_AXES = _code(

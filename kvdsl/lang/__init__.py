@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.lang.expressions import Expression, MisusedError, OtherSlot, name
 from kvdsl.resources import read_resource
+from kvdsl.sema.editions import FUNCTIONS
 
 if TYPE_CHECKING:
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _PRELUDE = re.findall(r"^let (\w+)", read_resource("grammar", "prelude.kv"), re.MULTILINE)
-_NAMES = {one: name(one) for one in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"})}
+_NAMES = {one: name(one) for one in sorted({*NAMED_INPUTS, *NAMED_FUNCTIONS, *_PRELUDE, "prev"} - FUNCTIONS.keys())}
 
 globals().update(_NAMES)
 __all__ = ["Expression", "MisusedError", "OtherSlot", "name", *_NAMES]

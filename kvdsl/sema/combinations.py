@@ -13,11 +13,17 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
 from kvdsl.helps import Help, add, both, instead, leave_out, offer
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.needs import READS_TENSORS, asks_query_heads, of_query_heads_unpooled, reads_heads, reads_text
+from kvdsl.sema.needs import (
+    READS_TENSORS,
+    asks_query_heads,
+    differing_inside,
+    of_query_heads_unpooled,
+    reads_heads,
+    reads_text,
+)
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
@@ -332,8 +338,8 @@ class Combinations:
                 codes.ACROSS, score.span, message, "a pool takes what the group has: `mean_pool(..., 1)` of it, say"
             )
         for part in walk(score.expr):
-            if isinstance(part, Reduce) and part.axis is Axis.HEAD and axes_of(part.body):
-                inner = print_expression(part.body)
+            if isinstance(part, Reduce) and part.axis is Axis.HEAD and (found := differing_inside(part)) is not None:
+                inner = print_expression(found)
                 message = f"heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `{inner}`"
                 self.sink.report(codes.REDUCTION, score.span, message, f"reduce it before: `sum({inner} over slots)`")
                 return
@@ -455,6 +461,16 @@ class Combinations:
             self._never_read(
                 "pages", self._without("select by page, read `max(k over page)`, or leave out `pages`", "pages")
             )
+        elif "pages" in self.parts.exprs and not self._has("pages") and self._has("select"):
+            self._pages_of_a_selection(readers)
+
+    def _pages_of_a_selection(self, readers: Sequence[Part]) -> None:
+        """Reports a selection of single tokens in a policy that reads pages elsewhere: where there are pages, whole ones are selected."""
+        selecting = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
+        if selecting and not any(part in readers for part in selecting):
+            message = "a policy that reads pages selects whole pages, but this `select` ranks single tokens"
+            help = "rank by what a page has, too: `max(x over slots by page(16))`, with the same key"
+            self.sink.report(codes.KEY, self._span("select"), message, help, [Label(readers[0].span, "reads pages")])
 
     def _sketches(self) -> None:
         by = self.parts.exprs.get("select.by")

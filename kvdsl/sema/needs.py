@@ -139,13 +139,18 @@ def compares_slots(expr: Expr) -> str | None:
     return None
 
 
+def differing_inside(expr: Reduce) -> Expr | None:
+    """What a reduction over heads reduces, or its condition, where that is more than one number of each KV head."""
+    return next((part for part in (expr.body, expr.where) if part is not None and axes_of(part)), None)
+
+
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a value is one number for all KV heads of a layer; reports if not."""
     text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
     for part in walk(value.expr):
-        if isinstance(part, Reduce) and part.axis is Axis.HEAD and axes_of(part.body):
-            inner = print_expression(part.body)
-            message = f"for a layer's share `over heads` reduces one number of each KV head, but `{inner}` {extent(axes_of(part.body))}"
+        if isinstance(part, Reduce) and part.axis is Axis.HEAD and (found := differing_inside(part)) is not None:
+            inner = print_expression(found)
+            message = f"for a layer's share `over heads` reduces one number of each KV head, but `{inner}` {extent(axes_of(found))}"
             sink.report(codes.REDUCTION, span, message, f"reduce it before: `sum({inner} over slots)`")
             return False
     if value.axes:

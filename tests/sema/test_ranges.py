@@ -6,7 +6,7 @@ import pytest
 
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
-from tests.diagnostics.expect import body, check, expect_in
+from tests.diagnostics.expect import body, check, expect_in, only
 from tests.differential.random_clauses import changed
 from tests.differential.random_texts import policy_with_score
 
@@ -174,3 +174,20 @@ def test_random_scores_are_read_as_they_are_printed(number: int) -> None:
 def test_clauses_change_what_they_say_and_nothing_else(number: int) -> None:
     made = changed(f"clauses {number}")
     assert not made.differing(), made.text
+
+
+def test_a_selection_beside_pages_selects_pages() -> None:
+    """What `page(4)` says of a score would change what is selected in silence."""
+    score = 'kv 2\npolicy P {\n"A test."\nparam budget = 64\nscore mean(sum(attn) over slots by page(4))\n'
+    tokens, pages = "select top 8 by dot(q, k)", "select top 8 by dot(q, mean(k over slots by page(4)))"
+    (found,) = check(f"{score}{tokens}\n}}\n").diagnostics
+    assert (found.code, found.span.text) == ("KV0326", tokens)
+    assert check(f"{score}{pages}\n}}\n").policy.select is not None
+
+
+def test_a_condition_over_heads_is_one_number_of_each() -> None:
+    shares = "param budget = 8", "when prefill", "score sum(attn)"
+    weight = "budget budget across layers by sum(var(sum(attn) over slots) over heads where {})"
+    assert check(body(*shares, weight.format("live > 3"))).policy.across_layers is not None
+    found = only(body(*shares, weight.format("age > 3")), "KV0304")
+    assert "but `age > 3` has one number per slot" in found.message
