@@ -350,7 +350,7 @@ def _where_it_holds(expr: Reduce, x: Array, holds: Array) -> Array:
         fold(expr.op, line[mask], axis=0).item() if mask.any() else of_nothing
         for line, mask in zip(lines.T, masks.T, strict=True)
     ]
-    return np.array(found).reshape((1, *x.shape[1:]))
+    return np.array(found).reshape(1, *x.shape[1:])
 
 
 def _over_others(expr: Reduce, scope: Scope) -> Array:

@@ -53,7 +53,7 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
 
 EXAMPLES = {
     **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS},
-    **{name: f"{name}(mean(attn))" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")},
+    **{name: f"{name}(mean(attn))" for name in ("abs", "sqrt", "exp", "log", "acos", "floor", "ceil")},
     "max": "max(mean(attn), 0.1)",
     "min": "min(mean(attn), 0.1)",
     "where": "where(age > 8, mean(attn), 1)",

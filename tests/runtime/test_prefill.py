@@ -510,7 +510,8 @@ def test_the_host_knows_how_many_stay(policy: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(SlotState, "store", checked)
     spec = kvdsl.load(policy).spec
-    prefill(SlotState(spec, {"budget": 100.0} if "budget" in spec.params else {}), Case(tokens=150, dim=32).call())
+    given = {name: size for name, size in {"budget": 100.0, "recent": 20.0}.items() if name in spec.params}
+    prefill(SlotState(spec, given), Case(tokens=150, dim=32).call())
     assert told == [True] or spec.measures or spec.across or "prefill_block" in spec.numbers
 
 

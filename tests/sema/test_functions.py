@@ -4,8 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from kvdsl.ir.ops import NAMED_FUNCTIONS
 from kvdsl.ir.printer import print_expression
 from kvdsl.passes.fold import value_of
+from kvdsl.sema.arguments import EXAMPLES
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 
@@ -13,6 +15,10 @@ def budget(text: str, *statements: str) -> str:
     checked = policy("param n = 4", *statements, f"budget {text} + n", "score age").budget
     assert checked is not None
     return print_expression(checked)
+
+
+def test_every_function_has_an_example() -> None:
+    assert EXAMPLES.keys() == NAMED_FUNCTIONS
 
 
 F = "let f(x, y = 2, z = x * y) = x + y + z"
