@@ -41,7 +41,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
+.PHONY: help venv demo test test-nightly test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -61,17 +61,17 @@ $(READY): $(RUNS)
 demo: $(RUNS)  ## SmolLM2 with the full cache and with a quarter of it: finding a fact, going on with a text
 	$(PY) scripts/demo.py
 
-test: $(READY)  ## the tests, but for the slow ones
+test: $(READY)  ## the gate: what every change has to pass, in five minutes on two cores
 	$(KVDSL) compile --check $(EXEMPLARS)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
-	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/triton $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' $(PYTEST_ARGS)
+	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' tests/triton $(PYTEST_ARGS)
 
-test-slow: $(READY)  ## the slow tests
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
-	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow tests/triton $(PYTEST_ARGS)
+test-nightly: $(READY)  ## all other tests, in 45 minutes
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m nightly $(PYTEST_ARGS)
+	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m nightly tests/triton $(PYTEST_ARGS)
 
 test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release that kvdsl supports
-	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/hf $(PYTEST_ARGS)
+	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' tests/hf $(PYTEST_ARGS)
 
 $(OLD)/.ready: $(READY)
 	rm -rf $(OLD)
@@ -83,7 +83,7 @@ test-newest: $(READY)  ## the same under the newest transformers and torch for C
 	  test -x $(NEW)/bin/python || $(PYTHON) -m venv $(NEW); \
 	  $(NEW)/bin/python -m pip install --quiet --disable-pip-version-check $$newest hypothesis psutil pytest pytest-xdist \
 	    --editable '.[models]' --editable ./lab; \
-	  $(NEW)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/hf $(PYTEST_ARGS)
+	  $(NEW)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' tests/hf $(PYTEST_ARGS)
 
 test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl caches; installs the harness
 	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)

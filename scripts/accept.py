@@ -2,7 +2,7 @@
 """Every acceptance criterion of the finished issues: its measured value, its bound and the verdict; writes accept.json.
 
 A criterion is a function in `scripts/acceptance/issue_N.py`, or a line of `held.py` that names the tests which hold it: those are
-not run here, but by `make test`, `make test-slow` and CI. The exit code is 1 if one fails.
+not run here, but by `make test`, `make test-nightly` and CI. The exit code is 1 if one fails.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ OLDER_NUMPY = "2.3.5"
 
 POLICIES = ("roco", "streaming_llm", "sparcas")
 TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
-TESTS = ("tests/triton/test_policies.py", "-m", "not slow", "-k", "random_traces")
+TESTS = ("tests/triton/test_policies.py", "-m", "not nightly", "-k", "random_traces")
 
 
 def main() -> int:

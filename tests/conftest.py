@@ -16,6 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+TESTS = Path(__file__).parent
+NIGHTLY = ("bench", "eval", "models", "packaging", "playground", "reproduce", "search", "serving", "torture")
+"""Folders of which no test is for the gate."""
+
 hypothesis.settings.register_profile("kvdsl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvdsl")
 
@@ -27,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="Skip what has not begun at this time, in seconds since 1970, and say so.",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in NIGHTLY:
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -34,7 +34,7 @@ def test_the_page_names_the_hooks() -> None:
     assert [hook["id"] for hook in repository["hooks"]] == [hook["id"] for hook in HOOKS]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hook", "before", "code"), [("check", "score attn", 1), ("check", "score mean(attn)", 0), ("fmt", " score position", 1)]
 )

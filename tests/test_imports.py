@@ -83,7 +83,7 @@ def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
     python(code, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shipped_policies_are_compiled_when_they_are_imported(tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from acceptance.registry import held
 
-held(2, "make test: the whole suite, slow tests included", "")
+held(2, "make test: the whole suite, nightly tests included", "")
 held(2, "kvdsl check imports neither torch nor transformers", "test_imports.py::test_the_compiler_imports_nothing_heavy")
 held(2, "a C++ build says so, once", "build/test_cxx.py::test_builds_once_and_says_so")
 held(

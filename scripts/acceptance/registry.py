@@ -53,7 +53,7 @@ def criterion(issue: int, name: str) -> Callable[[Callable[[], Measured]], Calla
 
 
 def held(issue: int, name: str, *tests: str) -> None:
-    """Register what tests hold: `make test`, `make test-slow` and CI say whether it does."""
+    """Register what tests hold: `make test`, `make test-nightly` and CI say whether it does."""
     CRITERIA.append(Criterion(issue, name, tests=tests))
 
 

@@ -36,7 +36,7 @@ def test_flags_of_ones_own_come_last_and_name_what_is_built(monkeypatch: pytest.
         cxx.flags()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_cpp_tests_pass(machine: str, tmp_path: Path) -> None:
     compiler, flags = MACHINES[machine]
@@ -48,7 +48,7 @@ def test_the_cpp_tests_pass(machine: str, tmp_path: Path) -> None:
         pytest.skip("this machine's own instructions are those: every other test runs them")
     environment = os.environ | {"CXX": compiler, "KVDSL_CXXFLAGS": flags, "KVDSL_CACHE_DIR": str(tmp_path)}
     tests = TESTS if compiler == "clang++" else (*TESTS, LAYOUTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "not nightly", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and list((tmp_path / "cpu").glob("driver-*"))

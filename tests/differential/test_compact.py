@@ -17,6 +17,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.order import FREE, ranks
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
+from tests.quick import few
 from tests.texts import spec_of
 
 BATCH, HEADS, DIM = 2, 2, 64
@@ -102,17 +103,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (64, 80, 16)
 
 
-@pytest.mark.parametrize(("rope", "dtype", "dim"), [
-    pytest.param(rope, dtype, dim, marks=[] if torch.float32 == dtype or (number + DTYPES.index(dtype)) % 3 == place else pytest.mark.slow)
-    for number, rope in enumerate(ROPES) for dtype in DTYPES for place, dim in enumerate(DIMS)
-], ids=str)  # fmt: skip
+ROTATIONS = [(rope, dtype, dim) for rope in ROPES for dtype in DTYPES for dim in DIMS]
+EACH_ONCE = [(rope, DTYPES[number % 3], DIMS[number // 2 % 3]) for number, rope in enumerate(ROPES)]
+
+
+@pytest.mark.parametrize(("rope", "dtype", "dim"), few(ROTATIONS, *EACH_ONCE), ids=str)
 def test_every_rotation(rope: str, dtype: torch.dtype, dim: int) -> None:
-    """Every pair of rotation and dtype, and of rotation and size; all combinations in the slow suite."""
     given = Random(2, dim, dtype, ROPES[rope](dim))
     compare(HEAVY, given, budget=70, prompt=200, steps=8)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("group", few([1, 3, 8], 3))
 @pytest.mark.parametrize("body", [STREAMING, HEAVY, STAGED, CAPPED], ids=["streaming", "heavy", "staged", "capped"])
 def test_many_slots(body: str, group: int) -> None:
     """Several chunks of slots: blocks that stand where they stood, blocks that moved together, blocks of all sorts."""

@@ -90,7 +90,7 @@ def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     served(total)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.nightly)])
 def test_what_the_checker_accepts_is_served(count: int) -> None:
     """Scores as one would type them, most of which are refused; the other random policies are legal by construction."""
     trace, total = Trace(prompt=7, steps=4, batch=2, padding=2, seed=3), Tally()
@@ -162,7 +162,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.fail("nothing was found")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_interpreter_lies_within_its_bounds() -> None:
     """Its own steps beside what arithmetic allows them; most of them have one outcome only."""
     total = Tally()

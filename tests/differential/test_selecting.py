@@ -127,7 +127,7 @@ def test_chooses_what_torch_chooses(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("shape", [
     Shape(inputs="nan"), Shape(inputs="equal"), Shape(window=400), Shape(window=30), Shape(dtype=torch.bfloat16, group=4),
     Shape(dtype=torch.float16, group=1), Shape(dim=20, dtype=torch.bfloat16), Shape(prompt=3, pad=1),
-    pytest.param(Shape(group=8, dim=128, batch=1, prompt=5000), marks=pytest.mark.slow),
+    pytest.param(Shape(group=8, dim=128, batch=1, prompt=5000), marks=pytest.mark.nightly),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", [name for name in SELECTS if name != "sketch by the prompt"])
 def test_whatever_the_inputs_are(name: str, shape: Shape) -> None:

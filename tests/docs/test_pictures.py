@@ -81,7 +81,7 @@ def test_words_that_never_come_are_an_error(tmp_path: Path) -> None:
         screen.until("hello", "bye")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_made_anew(name: str, tmp_path: Path) -> None:
     if missing := [program for program in NEEDS.get(name, []) if not shutil.which(program)]:

@@ -35,7 +35,7 @@ def test_snippets_are_sound_before_anything_is_typed_over_them(
 
 
 @needs_packages
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_grammar_colours() -> None:
     done = subprocess.run([str(NPM), "test"], cwd=EXTENSION, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +51,7 @@ console.log(Object.keys(require("./extension/extension.js")).join(" "));
 
 
 @needs_packages
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_package_holds_what_it_needs(tmp_path: Path) -> None:
     command = [str(NPM), "run", "package", "--", "--out", str(tmp_path / "kvdsl.vsix")]
     subprocess.run(command, cwd=EXTENSION, capture_output=True, check=True)

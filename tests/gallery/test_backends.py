@@ -74,7 +74,7 @@ def test_torch(stem: str, trace: Trace) -> None:
     assert found.steps and not found.refused
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cpp() -> None:
     """All that have kernels, in one unit: building each alone would take minutes."""
     files = {stem: package(small(stem), print_policy(small(stem))) for stem in STEMS}

@@ -60,7 +60,7 @@ ONE_EACH = {family: list(POLICIES)[number % len(POLICIES)] for number, family in
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(("family", "policy"), [
-    pytest.param(family, policy, marks=[] if policy == ONE_EACH[family] or family == "llama" else pytest.mark.slow)
+    pytest.param(family, policy, marks=[] if policy == ONE_EACH[family] or family == "llama" else pytest.mark.nightly)
     for family in FAMILIES for policy in POLICIES
 ])  # fmt: skip
 def test_logits_are_those_of_the_kept_tokens_alone(family: str, policy: str, backend: str) -> None:

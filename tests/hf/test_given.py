@@ -317,7 +317,7 @@ def test_a_cache_hears_its_own_forwards_only_and_leaves_the_model_as_it_was() ->
     assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_functions_are_part_of_a_compiled_step(backend: str) -> None:
     """One graph without breaks, which serves a later cache, too."""
     model = zoo.model("llama")
@@ -332,7 +332,7 @@ def test_functions_are_part_of_a_compiled_step(backend: str) -> None:
         assert_same_slots(ours, caches[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
     model, cache = zoo.model("llama"), cache_class()(zoo.model("llama"), backend="torch")
     torch._dynamo.reset()
@@ -347,7 +347,7 @@ def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
     assert held(cache, 1, 0, 0) == stays(values[0, 0], [9, 10, 11])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_fused_kernels_keep_the_same_tokens() -> None:
     model, ids, found = zoo.model("llama"), zoo.prompt(2, 30), []
     for backend in ("torch", "cpu"):

@@ -84,7 +84,7 @@ def test_a_process_that_crashes_or_hangs_is_a_row(monkeypatch: pytest.MonkeyPatc
     assert crashed["ways"][next(iter(WAYS))] == "right"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_class_is_wrong_or_fails() -> None:
     command.prepare()
     rows = list(command.in_processes(all_rows(), 1, 300))

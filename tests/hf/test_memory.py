@@ -87,7 +87,7 @@ def test_two_thousand_tokens() -> None:
     run("roco", "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", policies.EVICTING)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_two_thousand_tokens_everywhere(policy: str, backend: str) -> None:

@@ -354,7 +354,7 @@ def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
     assert torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cache_in_another_process(tmp_path: Path) -> None:
     model = zoo.make("Llama")
     cache = policies.make("roco", model, budget=12)

@@ -42,7 +42,7 @@ def chat(cache: Any, turns: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     ("policy", "budget", "backend"),
     [
         ("roco", 20, "cpu"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
             ("h2o", 0.5, "cpu"), ("streaming_llm", 16, "cpu"), ("snapkv", 0.5, "cpu"), ("roco", 20, "torch"), ("snapkv", 0.5, "torch"),
         )),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from kvdsl.interp import Call, Head, Interpreter, resolve
 from kvdsl.ir.nodes import Expr, LayerRange, Policy
+from tests.quick import few
 
 from .policies import ATTN, POSITION, binary, bounded, ema, first, last, num, over, queries, read, recent, top
 
@@ -198,7 +199,7 @@ def test_blocks_of_one_are_decoding(form, name: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("size", [1, 3, 4.5, 5, 100])
+@pytest.mark.parametrize("size", few([1, 3, 4.5, 5, 100], 4.5))
 @pytest.mark.parametrize("name", BLOCK_POLICIES)
 def test_how_a_prompt_is_cut_means_nothing_in_blocks(form, name: str, size: float, window: int | None) -> None:
     q, k, v = trace(14)

@@ -22,6 +22,7 @@ from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import normal, plain
 from tests.diagnostics.expect import policy
+from tests.quick import thinned
 
 NAN, INF = math.nan, math.inf
 OPS = ("sum", "mean", "var", "std", "max", "min")
@@ -226,7 +227,7 @@ def score_of(made: Policy) -> Expr:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, 3))
 def test_reductions(case: str, form: str) -> None:
     text, loop = CASES[case]
     for op in OPS:

@@ -8,6 +8,7 @@ import pytest
 from kvdsl.interp import Call, Head, Interpreter, resolve
 from kvdsl.ir.nodes import Param, Policy
 from kvdsl.passes.columns import add_columns
+from tests.quick import few
 
 from .policies import ATTN, POSITION, K, Q, binary, bounded, ema, last, num, over, queries, read, recent, top
 
@@ -34,7 +35,7 @@ def start(policy: Policy, window: int | None = None, **given: float) -> tuple[In
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("count", [1, 2.9, -4, 50])
+@pytest.mark.parametrize("count", few([1, 2.9, -4, 50], 2.9))
 @pytest.mark.parametrize("op", FOLDS)
 def test_a_window_of_queries(form, op: str, count: float, window: int | None) -> None:
     """Prompt of 7, then one by one, evicting: per slot the test's own list of (query, what it gave)."""

@@ -35,11 +35,11 @@ def test_a_record_tells_of_something(stem: str) -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: chunk[0])
 def test_the_interpreter_and_torch(chunk: list[str]) -> None:
-    """In the shortest text; the slow test runs all of them, and kernels."""
+    """In the shortest text; the nightly test runs all of them, and kernels."""
     assert compare({stem: RECORDS[stem] for stem in chunk}, ["torch"], ["48"]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_all_texts(backend: str) -> None:
     """In processes of their own: Triton's interpreter has to be asked for before Triton is imported."""

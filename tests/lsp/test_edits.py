@@ -21,7 +21,7 @@ def test_every_question_is_answered() -> None:
     ask_everything(seed=1, count=30)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_every_question_is_answered_of_many_more(seed: int) -> None:
     ask_everything(seed, count=1_000)

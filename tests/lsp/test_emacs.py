@@ -26,7 +26,7 @@ def _has_eglot() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not _has_eglot(), reason="there is no emacs with Eglot (Debian 12: apt-get install emacs-nox elpa-eglot)"
     ),

@@ -16,7 +16,10 @@ from tests.docs.pages import blocks, read
 ROOT = Path(__file__).resolve().parents[2]
 NVIM = shutil.which("nvim")
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(NVIM is None, reason="there is no nvim (Debian: apt-get install neovim)")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(NVIM is None, reason="there is no nvim (Debian: apt-get install neovim)"),
+]
 
 POLICY = 'kv 1\n\npolicy Mine {\n  "Mine."\n  param   weight=2\n  param budget = 64\n  score weight * mean(atn)\n}\n'
 MENDED = 'kv 1\n\npolicy Mine {\n  "Mine."\n  param share  = 2\n  param budget = 64\n  score share * mean(attn)\n}\n'

@@ -14,7 +14,7 @@ import pytest
 
 from tests.packaging.test_installed import ROOT, build, outside
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 BESIDE = ("click", "jinja2", "lark", "numpy", "platformdirs", "pydantic", "rich")
 """What the language half stands on; of kvdsl's other dependencies, torch and transformers, there is nothing."""

@@ -211,12 +211,12 @@ def test_without_numpy_the_same_tokens_stay(who_stays: Any, monkeypatch: pytest.
     compared(who_stays, monkeypatch, small(tmp_path), questions(shipped_policies(), layer=3, prompt=8, size=6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_numpy_the_gallery_keeps_the_same(who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compared(who_stays, monkeypatch, small(tmp_path), questions(GALLERY, layer=3, prompt=8, size=6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_numpy_the_same_tokens_stay_of_the_page(who_stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     some = shipped_policies()[::3]  # of fewer numbers all are tried above
     compared(who_stays, monkeypatch, SOURCE, questions(some, layer=16, prompt=96, size=64))

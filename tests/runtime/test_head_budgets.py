@@ -27,7 +27,7 @@ from kvdsl.runtime.state.undo import UndoLog
 LAYERS, HEADS, DIMS = 3, 2, 16
 SINKS, RECENT = 2, 6
 STREAMING = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 0.2]])
-BACKENDS = ["torch", pytest.param("cpu", marks=pytest.mark.slow)]
+BACKENDS = ["torch", pytest.param("cpu", marks=pytest.mark.nightly)]
 POLICY = f"""kv 1
 
 policy Duo {{
@@ -217,7 +217,7 @@ def test_steps_that_are_taken_back(policy: Path, name: str, backend: str) -> Non
     assert all(torch.equal(*outs) for outs in zip(ours.out, never.out, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_a_compiled_step_is_an_eager_one(model: LlamaForCausalLM, policy: Path, backend: str) -> None:
     torch._dynamo.reset()

@@ -174,7 +174,7 @@ def _saved(cache: KVCache) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_package_is_whole_and_moves(model: LlamaForCausalLM, policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
     command = [sys.executable, "-m", "kvdsl", "compile", str(policy), "--out", str(out)]

@@ -134,7 +134,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, json.loads(said.getvalue())
 
 
-@pytest.mark.slow  # test_evolve.py has the search with a judge that takes no time
+@pytest.mark.nightly  # test_evolve.py has the search with a judge that takes no time
 def test_the_command(searched: tuple[Path, dict[str, Any]]) -> None:
     folder, result = searched
     found, best = result["finalists"][0], result["seeds"][0]
@@ -149,7 +149,7 @@ def test_the_command(searched: tuple[Path, dict[str, Any]]) -> None:
     assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
 
 
-@pytest.mark.slow  # test_evolve.py has who is chosen
+@pytest.mark.nightly  # test_evolve.py has who is chosen
 def test_the_command_chooses_on_another_text(
     searched: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +169,7 @@ def test_the_command_chooses_on_another_text(
     assert refused.code == 2 and "is of another search: choice sha256 was" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, one = searched
     (folder / "found_9.kv").write_text("of an earlier choice")
@@ -188,7 +188,7 @@ def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pyte
     assert refused.code == 2 and "is of another search: seed was 0" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_processes_judge_as_one_does() -> None:
     plan = Plan(None, None, None, (16,), ("text",), Bounds(), stretches=1, texts=2)
     policies = list(seeds().values())[:3]

@@ -77,6 +77,7 @@ STATEMENTS = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCORES, st.sampled_from(["max_pool({}, {})", "{} + {}"]), NUMBERS, st.lists(STATEMENTS, max_size=4))
 def test_random_policies(score: str, form: str, number: str, statements: list[str]) -> None:

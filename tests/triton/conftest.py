@@ -43,9 +43,9 @@ def watched_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def slow_tests_watch_overflow(request: pytest.FixtureRequest) -> None:
+def nightly_tests_watch_overflow(request: pytest.FixtureRequest) -> None:
     """The others do so where they ask for it: it is a quarter of the interpreter's time."""
-    if request.node.get_closest_marker("slow"):
+    if request.node.get_closest_marker("nightly"):
         request.getfixturevalue("watched_overflow")
 
 

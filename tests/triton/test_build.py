@@ -38,7 +38,7 @@ def allowed(kernel: str, target: str, *, turns: bool) -> int:
     return 80 if turns and (kernel, target) == ("attend", "cuda:90") else 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kernels_compile_for_every_target_and_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     gpus = GPUS if policy in ON_ALL else NEWEST
@@ -52,7 +52,7 @@ def test_kernels_compile_for_every_target_and_spill_next_to_nothing(capsys: pyte
     assert all(0 < row["registers"] < 256 and 0 < row["shared_bytes"] < 100_000 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("statement", "kernels"),
     [
@@ -76,7 +76,7 @@ def test_what_no_shipped_policy_has(
     assert all(row["spills"] <= allowed(row["kernel"], row["target"], turns="compact" in statement) for row in ours)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas"])
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype"),
@@ -134,7 +134,7 @@ def test_without_a_gpu_triton_serves_nothing() -> None:
         choose(kvdsl.load("roco").spec, "triton", torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["roco", "equip_h2o", "sparcas"])
 def test_a_step_of_some_rows_spills_nothing_more(policy: str) -> None:
     source, targets = kvdsl.load(policy).spec.triton_source, {name: parse_target(name) for name in NEWEST.split(",")}

@@ -26,7 +26,7 @@ def call(tokens: int, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize(
-    "policy", ["roco", "equip_h2o", "roco_sparcas", pytest.param("scissorhands_window", marks=pytest.mark.slow)]
+    "policy", ["roco", "equip_h2o", "roco_sparcas", pytest.param("scissorhands_window", marks=pytest.mark.nightly)]
 )
 def test_the_operator_does_what_a_step_does(policy: str) -> None:
     spec = kvdsl.load(policy).spec
@@ -46,7 +46,7 @@ def test_the_operator_does_what_a_step_does(policy: str) -> None:
     assert ours.workspace is work
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_copied_for_the_operator() -> None:
     """What inductor makes of a step hands the operator the cache's own tensors, and makes none."""
     from torch._inductor.utils import run_and_get_code

@@ -56,7 +56,7 @@ def observe(state: SlotState, attn: Tensor) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_agrees_to_the_bit(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_dyadic.OBSERVERS, "triton", observe)
     test_dyadic.test_backends_agree_to_the_bit(policy, "triton", seed)

@@ -61,7 +61,7 @@ def dry(folder: Path, stages: str, *words: str, **variables: str) -> subprocess.
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
     done = dry(tmp_path, "compile,right,kernels,model", "--policies", "roco")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,7 +84,7 @@ def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_raced_in_place_as_on_a_gpu(tmp_path: Path) -> None:
     done = dry(tmp_path, "in_place", "--policies", "streaming_llm")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +95,7 @@ def test_what_is_raced_in_place_as_on_a_gpu(tmp_path: Path) -> None:
     assert "| streaming_llm | 2 | 16 |" in done.stdout, "the table"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_graph_that_does_nothing_is_found(tmp_path: Path) -> None:
     done = dry(tmp_path, "right", "--policies", "roco", IDLE_GRAPHS="1")
     assert done.returncode == 1 and "not well: right" in done.stdout
@@ -111,7 +111,7 @@ def test_variants_hold_meanwhile(variant: variants.Variant) -> None:
     assert before == {name: x for name, x in vars(sizes).items() if name.isupper()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_without_transformers(tmp_path: Path) -> None:
     done = toy(tmp_path, "compile,right,kernels", (*COMPILER, "transformers"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +138,7 @@ def test_kernels_without_transformers(tmp_path: Path) -> None:
     assert "| roco | 1 | 20 | 2 |" in done.stdout, "the tables"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_models_without_the_compiler(tmp_path: Path) -> None:
     done = toy(tmp_path, "model,in_place", COMPILER)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,7 @@ def test_every_policy_has_kernels(policy: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", [
-    pytest.param(range(100, 101), id="one"), pytest.param(range(101, 104), id="more", marks=pytest.mark.slow),
+    pytest.param(range(100, 101), id="one"), pytest.param(range(101, 104), id="more", marks=pytest.mark.nightly),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", few(POLICIES, "roco", "streaming_llm", "adakv", "quest", "equip_h2o", "sparcas"))
 def test_random_traces(policy: str, numbers: range) -> None:
@@ -139,7 +139,7 @@ NAMES = [name for name, (text, _) in STATEMENTS.items() if not (COUNTS.search(te
 SELECTING = (
     "select of a part",
     "compact selection",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("select", "select pages", "sketch")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("select", "select pages", "sketch")),
 )
 
 

@@ -42,8 +42,8 @@ def check(text: str, case: Case) -> None:
 
 
 def spread(names: Iterable[str]) -> list[Any]:
-    """A prompt in three forwards is three times the work for the interpreter: those are slow tests."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if CASES[name].cuts > 1 else []) for name in names]
+    """A prompt in three forwards is three times the work for the interpreter: those are nightly tests."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] if CASES[name].cuts > 1 else []) for name in names]
 
 
 @pytest.mark.parametrize("name", spread(CASES))

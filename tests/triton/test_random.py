@@ -38,7 +38,7 @@ def unlike_most(folder: Path) -> Iterator[tuple[str, Policy, PolicySpec]]:
             yield seed, policy, spec
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, FEW), pytest.param(FEW, MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "last"), [(0, FEW), pytest.param(FEW, MANY, marks=pytest.mark.nightly)])
 def test_the_kernels_do_what_the_interpreter_does(first: int, last: int, tmp_path: Path) -> None:
     for seed, policy, spec in islice(unlike_most(tmp_path), first, last):
         trace = defined(random_trace(policy, seed))

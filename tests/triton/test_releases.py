@@ -62,7 +62,7 @@ def test_a_release_that_fails_for_one_target(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_release_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """One policy: `test_build` compiles every one."""
     monkeypatch.setattr(tritons, "POLICIES", ("streaming_llm",))

@@ -57,7 +57,7 @@ SPREAD = 7
 """Every so many-th of all combinations is tried: prime, so that all values of each meet."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "shape", "tokens"), list(product(BODIES, SHAPES, [1, 16, 500]))[::SPREAD], ids=str)
 def test_whatever_is_wanted(name: str, shape: Shape, tokens: int) -> None:
     check(name, shape, tokens)
