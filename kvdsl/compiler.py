@@ -77,11 +77,14 @@ def plan_of(policy: Policy) -> PackagePlan:
     return make_plan(policy)
 
 
-def package(policy: Policy, source: str, data: Mapping[str, bytes] | None = None) -> dict[str, str]:
+def package(
+    policy: Policy, source: str, data: Mapping[str, bytes] | None = None, origin: str | None = None
+) -> dict[str, str]:
     """Policy → plan → files, text by name.
 
     Args:
         source: the text of the .kv file, for its digest.
+        origin: where that comes from, for the manifest.
         data: the files that are no text, from `data_of`; who writes them passes what it writes, which is what the digests are of.
 
     Raises:
@@ -90,7 +93,7 @@ def package(policy: Policy, source: str, data: Mapping[str, bytes] | None = None
     from kvdsl.emit.data import data_of
     from kvdsl.emit.render import render
 
-    return render(plan_of(policy), source, data_of(policy) if data is None else data)
+    return render(plan_of(policy), source, data_of(policy) if data is None else data, origin)
 
 
 @dataclass(frozen=True)

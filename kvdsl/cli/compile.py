@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, r
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
+from kvdsl.shipped import file_of, shipped_policy, text_of
+from kvdsl.source import Combined, SourceFile
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Compiled:
 
     Attributes:
         name: how the command line calls it.
+        origin: where it comes from, as its manifest says.
         changed: those that differ from what is there.
         stale: what is there of an earlier compilation that the package has no more.
     """
 
     name: str
+    origin: str
     policy: Policy
     files: dict[str, str | bytes]
     changed: tuple[str, ...]
@@ -40,18 +45,22 @@ class Compiled:
               help="The folder that the packages go into.")  # fmt: skip
 @set_option
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 and show the difference if something would change.")
+@click.option(
+    "--force", is_flag=True, help="Write over a package that was made from another source, and over what kvdsl did not make."
+)
 @click.option("--emit", type=click.Choice(["syntax", "ir", "plan", "code"]),
               help="Print one stage of the compiler and write nothing: the file's tree, the flat policy, what the templates are "
                    "given, or the files; with --json the policy as data.")  # fmt: skip
 @json_option
 def command(
-    policies: tuple[str, ...], out: Path, settings: dict[str, str], check: bool, emit: str | None, as_json: bool
+    policies: tuple[str, ...], out: Path, settings: dict[str, str], check: bool, force: bool, emit: str | None, as_json: bool
 ) -> None:
     """Turn policies into Python packages.
 
     FILE is a .kv file, a policy that comes with kvdsl by its name (see `kvdsl list`), or `mine.py:calm`, a policy written in Python,
     whose file is run: name only what you trust. `roco.kv` becomes the package
-    `generated/roco` with the class `RoCoCache`. Files that would not change are not touched.
+    `generated/roco` with the class `RoCoCache`. Files that would not change are not touched. A package that was made from another
+    source is written over with --force only.
 
     \b
     Examples:
@@ -64,14 +73,16 @@ def command(
     analysed = [_analyse(name, settings) for name in policies]
     if emit is not None:
         if as_json:
-            print_json({"policies": [_stage_as_data(policy, source, emit) for policy, source in analysed]})
+            print_json({"policies": [_stage_as_data(policy, text_of(found), emit) for policy, found in analysed]})
         else:
-            for policy, source in analysed:
-                click.echo(_stage(policy, source, emit), nl=False)
+            for policy, found in analysed:
+                click.echo(_stage(policy, text_of(found), emit), nl=False)
         return
-    compiled = [_compile(name, policy, source, out) for name, (policy, source) in zip(policies, analysed, strict=True)]
+    compiled = [_compile(name, policy, found, out) for name, (policy, found) in zip(policies, analysed, strict=True)]
     _refuse_same_names(compiled)
     if not check:
+        if not force:
+            _refuse_others(compiled, out)
         _write(compiled, out)
     if as_json:
         print_json({"policies": [_as_data(one, out) for one in compiled]})
@@ -80,11 +91,10 @@ def command(
     finish(FINDINGS if check and any(one.changed or one.stale for one in compiled) else CLEAN)
 
 
-def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
-    """The checked policy and its source; warnings are shown, errors end the command."""
+def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | SourceFile]:
+    """The checked policy and what it was read from; warnings are shown, errors end the command."""
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
-    from kvdsl.shipped import text_of
 
     if Path(name).is_dir():
         raise KvdslError(f"`{name}` is a folder; name the .kv files in it, such as {Path(name) / '*.kv'}")
@@ -93,21 +103,33 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     if not analysis.ok:
         raise DiagnosticError(analysis.diagnostics)
     report(analysis.diagnostics)
-    return analysis.policy, text_of(found)
+    return analysis.policy, found
 
 
-def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
+def _compile(name: str, policy: Policy, found: Path | SourceFile, out: Path) -> Compiled:
     from kvdsl.compiler import package
     from kvdsl.emit.data import data_of
     from kvdsl.emit.render import differing, stale
 
-    data = data_of(policy)
-    made: dict[str, str | bytes] = {**package(policy, source, data), **data}
+    data, origin = data_of(policy), _origin(name, found, out)
+    made: dict[str, str | bytes] = {**package(policy, text_of(found), data, origin), **data}
     files = {f"{policy.stem}/{name}": content for name, content in made.items()}
     old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():
         files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n', **files}
-    return Compiled(name, policy, files, tuple(differing(files, out)), old)
+    return Compiled(name, origin, policy, files, tuple(differing(files, out)), old)
+
+
+def _origin(name: str, found: Path | SourceFile, out: Path) -> str:
+    """What a policy was read from: a shipped one by its name, a file by its path from where the output folder lies."""
+    while isinstance(found, Combined):
+        name, found = found.text[: found.named], found.base
+    file = found if isinstance(found, Path) else file_of(name)
+    shipped = shipped_policy(file.stem)
+    if shipped is not None and file.resolve() == shipped.resolve():
+        return f"kvdsl:{file.stem}"
+    path = Path(os.path.relpath(file, out.parent)).as_posix()
+    return path if isinstance(found, Path) else f"{path}:{found.stem}"
 
 
 def _refuse_same_names(compiled: list[Compiled]) -> None:
@@ -115,6 +137,23 @@ def _refuse_same_names(compiled: list[Compiled]) -> None:
     twice = sorted({stem for stem in stems if stems.count(stem) > 1})
     if twice:
         raise click.UsageError(f"several of the files would become the package `{twice[0]}`")
+
+
+def _refuse_others(compiled: list[Compiled], out: Path) -> None:
+    """Refuse to write over what comes from elsewhere: nothing is written then."""
+    from kvdsl.emit.render import is_ours, origin_of
+
+    for one in compiled:
+        folder = out / one.policy.stem
+        there = origin_of(folder)
+        if there is None and all(is_ours(out / name) for name in one.changed if Path(name).parent.name):
+            continue
+        if there != one.origin:
+            what = "was not made by kvdsl" if there is None else f"was made from `{there}`"
+            raise KvdslError(
+                f"`{folder.as_posix()}` {what}, and `{one.origin}` would be written over it; give the file another name, `--out` another "
+                "folder, or write over it with `--force`"
+            )
 
 
 def _write(compiled: list[Compiled], out: Path) -> None:

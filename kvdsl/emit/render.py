@@ -22,13 +22,15 @@ NO_DATA: Mapping[str, bytes] = MappingProxyType({})
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
 _CPP = "kernels_cpu.cpp"
 _TRITON = "kernels_triton.py"
+MANIFEST = "manifest.json"
 
 
-def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA) -> dict[str, str]:
+def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA, origin: str | None = None) -> dict[str, str]:
     """The files of a policy's package that are text, by name.
 
     Args:
         source: the text of the .kv file, whose digest the banner and the manifest carry.
+        origin: where that comes from, for the manifest; the file's name alone by default.
         data: the other files, by name; the digests of these stand in the manifest, too.
     """
     env = environment()
@@ -45,7 +47,7 @@ def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA) 
     if plan.triton is not None:
         files[_TRITON] = _tidy(env.get_template("triton/kernels_triton.py.jinja").render(context))
         _check(files[_TRITON], f"{plan.stem}/{_TRITON}")
-    files["manifest.json"] = _manifest(plan, source, {**files, **data})
+    files[MANIFEST] = _manifest(plan, source, {**files, **data}, origin or f"{plan.stem}.kv")
     return files
 
 
@@ -54,16 +56,19 @@ def _check(text: str, name: str) -> None:
     compile(text, name, "exec", dont_inherit=True)
 
 
+_MADE = "Made by kvdsl"
+
+
 def _banner(plan: PackagePlan, source: str) -> str:
-    return f"Made by kvdsl {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
+    return f"{_MADE} {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
 
 
-def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes]) -> str:
+def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:
     content = {
         "kvdsl": __version__,
         "abi": ABI,
         "policy": plan.name,
-        "source": f"{plan.stem}.kv",
+        "source": origin,
         "source_sha256": _digest(source),
         "files": {name: _digest(content) for name, content in sorted(files.items())},
     }
@@ -97,6 +102,24 @@ def differing(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
 def stale(files: Iterable[str], folder: Path) -> list[str]:
     """What lies in the folder of a package that has it no more: kernels would go on being used."""
     return [name for name in (_CPP, _TRITON, TENSORS) if name not in files and (folder / name).exists()]
+
+
+def origin_of(folder: Path) -> str | None:
+    """Where the package in a folder comes from, as its manifest says; None where no manifest of kvdsl's is there."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether kvdsl may write this file: it made what is there, or nothing is."""
+    return (
+        path.suffix not in (".py", ".cpp")
+        or not path.exists()
+        or _MADE in path.read_text(encoding="utf-8", errors="replace")
+    )
 
 
 def _has(path: Path, content: str | bytes) -> bool:

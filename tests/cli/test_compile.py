@@ -163,3 +163,59 @@ def test_an_error_in_one_file_writes_none(capsys: pytest.CaptureFixture[str]) ->
     assert result.code == 1
     assert "KV0301" in result.err
     assert not Path("generated").exists()
+
+
+MINE = 'kv 2\n\npolicy RoCo {\n  "Mine."\n  param budget = 64\n  score position\n  keep last 1\n}\n'
+PYTHON_POLICY = """\
+import kvdsl.lang
+
+@kvdsl.policy
+def calm(p, budget=64):
+    "Mine."
+    p.score(kvdsl.lang.position)
+"""
+
+
+def test_a_package_from_another_source_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "compile", "roco")
+    Path("roco.kv").write_text(MINE)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "calm.kv").write_text(MINE.replace("RoCo", "Calm"))
+    run(capsys, "compile", "a/calm.kv")
+    Path("calm.py").write_text(PYTHON_POLICY)
+    before = {path: path.read_bytes() for path in Path("generated").rglob("*.*")}
+    for name, there in (("roco.kv", "kvdsl:roco"), ("b/calm.kv", "a/calm.kv"), ("calm.py:calm", "a/calm.kv")):
+        result = run(capsys, "compile", name)
+        assert result.code == 2, result
+        assert f"`{there}`" in result.err and f"`{name}`" in result.err and "--force" in result.err
+    assert {path: path.read_bytes() for path in Path("generated").rglob("*.*")} == before
+    assert run(capsys, "compile", "roco.kv", "--check").code == 1
+    assert run(capsys, "compile", "roco.kv", "--force").code == 0
+    assert run(capsys, "compile", "roco.kv").code == 0, "it is its own source by now"
+    assert run(capsys, "compile", "roco").code == 2
+
+
+def test_the_same_source_goes_by_several_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Path("policies").mkdir()
+    Path("policies/calm.kv").write_text(MINE.replace("RoCo", "Calm"))
+    assert run(capsys, "compile", "policies/calm.kv").code == 0
+    Path("policies/calm.kv").write_text(MINE.replace("RoCo", "Calm").replace("64", "128"))
+    assert run(capsys, "compile", str(tmp_path / "policies" / "calm.kv"), "--out", str(tmp_path / "generated")).code == 0
+    assert run(capsys, "compile", "roco").code == 0
+    assert run(capsys, "compile", str(find_policy("roco")), "--set", "budget=32").code == 0
+
+
+def test_files_that_kvdsl_did_not_make_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("src/calm").mkdir(parents=True)
+    Path("src/calm/cache.py").write_text("mine = 1\n")
+    Path("calm.kv").write_text(MINE.replace("RoCo", "Calm"))
+    result = run(capsys, "compile", "calm.kv", "--out", "src")
+    assert result.code == 2
+    assert "`src/calm` was not made by kvdsl" in result.err
+    assert [path.name for path in Path("src").rglob("*.py")] == ["cache.py"]
+    Path("src/calm/cache.py").unlink()
+    run(capsys, "compile", "calm.kv", "--out", "src")
+    Path("src/calm/manifest.json").unlink()
+    Path("src/calm/cache.py").write_text(Path("src/calm/cache.py").read_text() + "\n")
+    assert run(capsys, "compile", "calm.kv", "--out", "src").code == 0, "what was cut short is finished"

@@ -11,6 +11,7 @@ import pytest
 
 from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
+from kvdsl.shipped import all_policies
 from kvdsl_lab.assets import reference_model_path
 from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
 from tests.quick import few
@@ -21,6 +22,12 @@ RUN = [page for page in documents() if any(block.language in ("python", "console
 needs_model = pytest.mark.skipif(
     not (reference_model_path() / "model.safetensors").exists(), reason="needs the reference model"
 )
+
+
+def test_no_page_saves_a_policy_under_a_shipped_name() -> None:
+    """In a clone its package would take the place of the shipped one's."""
+    shipped = {path.name for path in all_policies()}
+    assert not [(page, block.title) for page in documents() for block in blocks(read(page)) if block.title in shipped]
 
 
 @pytest.mark.parametrize("document", documents())
