@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
+from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.errors import KvdslError
 
 
@@ -69,6 +69,4 @@ def named(name: str) -> NamedModel:
     """
     if name in CATALOGUE:
         return CATALOGUE[name]
-    close = difflib.get_close_matches(name, CATALOGUE, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"there is {', '.join(CATALOGUE)}"
-    raise KvdslError(f"no model is called `{name}`; {hint}")
+    raise KvdslError(f"no model is called `{name}`; {did_you_mean(name, CATALOGUE) or f'there is {listed(CATALOGUE)}'}")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from kvdsl.build import store
 from kvdsl.build.cache import user_folder
+from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.errors import KvdslError
+from kvdsl.models import hub
 from kvdsl.models.catalogue import CATALOGUE, NamedModel, named
 
 ELSEWHERE = "set KVDSL_DATA_DIR to a folder on a disk with room"
@@ -51,20 +53,26 @@ def model_folder(name: str) -> Path:
 
 
 def place_of(name: str) -> str:
-    """What transformers is to load: the folder of a named model, or the folder or hub id that the user gave.
+    """What transformers is to load: the folder of a named model, the folder that the user gave, or an id of the hub.
+
+    What is on this machine is looked for first. Nobody is asked elsewhere for a name that is not of the form owner/name.
 
     Raises:
-        KvdslError: if there is no such folder, if the named model is not here, or if the name is a folder's, too.
+        KvdslError: if there is no such folder, the named model is not here, the name is a folder's, too, or the hub does not answer.
     """
-    if name not in CATALOGUE:
-        folder = _expanded(name)
-        _check_folder(name, folder)
-        return str(folder) if folder.is_dir() else name
-    if Path(name).is_dir():
-        raise KvdslError(
-            f"`{name}` is a folder here and the name of a model: write ./{name} for the folder, $(kvdsl models path {name}) for the model"
-        )
-    return str(model_folder(name))
+    if name in CATALOGUE:
+        if Path(name).is_dir():
+            which = f"write ./{name} for the folder, $(kvdsl models path {name}) for the model"
+            raise KvdslError(f"`{name}` is a folder here and the name of a model: {which}")
+        return str(model_folder(name))
+    folder = _expanded(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise KvdslError(f"{folder} holds no config.json: it is not the folder of a model")
+        return str(folder)
+    if folder.is_file():
+        raise KvdslError(f"{folder} is a file; give the folder of a model")
+    return _fetchable(name, folder)
 
 
 def _expanded(name: str) -> Path:
@@ -75,15 +83,31 @@ def _expanded(name: str) -> Path:
         raise KvdslError(f"there is no model folder {name}: its home folder is not known") from error
 
 
-def _check_folder(name: str, path: Path) -> None:
-    """Tell a folder that is not there from a hub id, which has at most one slash and does not begin with a dot or a slash."""
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise KvdslError(f"{path} holds no config.json: it is not the folder of a model")
-        return
-    if path.is_file():
-        raise KvdslError(f"{path} is a file; give the folder of a model")
+def _fetchable(name: str, folder: Path) -> str:
+    """An id that the hub can be asked for, or what came of it before."""
+    near = _near(name, folder)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise KvdslError(
-            f"there is no model folder {name}; give a folder with a config.json, or a model's id on the Hugging Face hub"
+            f"there is no model folder {name}; {near or 'give a folder with a config.json, or an id on the Hugging Face hub'}"
         )
+    if hub.is_id(name) and hub.answers():
+        return name
+    here = hub.fetched(name)
+    if here is not None:
+        return str(here)
+    if hub.is_id(name):
+        why = "the Hugging Face hub does not answer" if near is None else f"{near} (the Hugging Face hub does not answer)"
+        raise KvdslError(f"the model `{name}` is not on this machine: {why}")
+    known = f"there are {listed(CATALOGUE)}" if len(CATALOGUE) > 1 else f"there is `{next(iter(CATALOGUE))}`"
+    raise KvdslError(
+        f"no model is called `{name}`; {near or f'{known}, folders, and ids on the Hugging Face hub, of the form owner/name'}"
+    )
+
+
+def _near(name: str, folder: Path) -> str | None:
+    """The named model or the folder of a model that was perhaps meant."""
+    try:
+        beside = [str(path.parent) for path in folder.parent.glob("*/config.json")]
+    except OSError:
+        beside = []
+    return did_you_mean(name, [*CATALOGUE, *(f"./{path}" if name.startswith("./") else path for path in beside)])

@@ -151,6 +151,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         raise OSError("We couldn't connect to the hub.\nMany more words\nof advice.")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr("kvdsl.models.hub.answers", lambda: True)
     with pytest.raises(KvdslError) as error:
         load_model("someone/some-model")
     assert str(error.value) == "cannot load the model `someone/some-model`: We couldn't connect to the hub."
