@@ -41,7 +41,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-nightly test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
+.PHONY: help venv demo test test-nightly test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce torture matrix gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -156,9 +156,6 @@ reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/
 	  $(KVDSL) reproduce $$paper --quick --out build/reproduce || exit 1; \
 	done
 
-accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2: of one issue)
-	$(PY) scripts/accept.py $(if $(ISSUE),--issue $(ISSUE))
-
 torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: benchmarks/results/torture.json
 	$(PY) -m scripts.torture $(if $(ONLY),--only '$(ONLY)')
 
@@ -169,5 +166,5 @@ gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and 
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(STAGE),--stage $(STAGE))
 
 clean:  ## remove what was built, but keep .venv
-	rm -rf build dist site lab/build .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
+	rm -rf build dist site lab/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,1 +1,0 @@
-"""The acceptance criteria of the issues: `issue_N.py` registers those of issue N."""
