@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-"""Writes the pages of docs/ that are made from the sources: the diagnostics, the language's reference, a page per policy, the results.
+"""Writes what is made in docs/: the made parts of pages that people write, and the pages that are made whole, for the site alone.
 
-The pages of the policies are for the site only, and are not committed.
-
-What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
-of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; and what is said around other tables in
-`docs/notes/pages`.
+The first are committed, and `--check` compares them; the others are not. What is hand-written of a policy, such as what its authors'
+code does, lies in `docs/notes/STEM.md` and is put into its page; what is of a paper's results, such as why something does not hold, in
+`docs/notes/results/PAPER.md`.
 """
 
 from __future__ import annotations
@@ -20,26 +18,23 @@ import click
 HERE = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "lab")]  # a checkout needs no installation for this
 
-from scripts.pages.choosing import choosing_page  # noqa: E402
+from scripts.pages import choosing, generation, language, search  # noqa: E402
 from scripts.pages.diagnostics import diagnostics_page  # noqa: E402
-from scripts.pages.generation import generation_page  # noqa: E402
-from scripts.pages.language import language_reference  # noqa: E402
-from scripts.pages.markdown import DOCS, ROOT  # noqa: E402
+from scripts.pages.markdown import DOCS, ROOT, with_parts  # noqa: E402
 from scripts.pages.policies import policy_pages  # noqa: E402
 from scripts.pages.reach import reach_page  # noqa: E402
 from scripts.pages.results import results_page  # noqa: E402
-from scripts.pages.search import search_page  # noqa: E402
 
-COMMITTED: dict[str, Callable[[], str]] = {
-    "choosing.md": choosing_page,
-    "diagnostics.md": diagnostics_page,
-    "language.md": language_reference,
-    "performance/models.md": generation_page,
-    "reach.md": reach_page,
-    "results.md": results_page,
-    "search.md": search_page,
+WRITTEN: dict[str, dict[str, Callable[[], str]]] = {
+    "choosing.md": choosing.PARTS,
+    "language.md": language.PARTS,
+    "performance/models.md": generation.PARTS,
+    "search.md": search.PARTS,
 }
-"""Path below docs/ -> what makes the text, of the pages that are committed."""
+"""Path below docs/ of a page that is written by hand -> what makes its parts, by their names."""
+
+MADE: dict[str, Callable[[], str]] = {"diagnostics.md": diagnostics_page, "reach.md": reach_page, "results.md": results_page}
+"""Path below docs/ -> what makes the whole page, of those that are not committed, beside the policies'."""
 
 
 def bring_up_to_date(files: dict[Path, str], check: bool) -> NoReturn:
@@ -56,7 +51,9 @@ def bring_up_to_date(files: dict[Path, str], check: bool) -> NoReturn:
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a committed page is not up to date.")
 def main(check: bool) -> None:
-    pages = {name: make() for name, make in COMMITTED.items()} | ({} if check else policy_pages())
+    pages = {name: with_parts(name, parts) for name, parts in WRITTEN.items()}
+    if not check:
+        pages |= {name: make() for name, make in MADE.items()} | policy_pages()
     bring_up_to_date({DOCS / name: text for name, text in pages.items()}, check)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,20 +15,46 @@ from kvdsl.compiler import find_policy
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.reference import STATEMENTS
 from kvdsl.resources import read_resource
+from kvdsl.shipped import gallery_policies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.make_docs import COMMITTED
+from scripts.make_docs import MADE, WRITTEN
+from scripts.pages import markdown
 from scripts.pages.diagnostics import diagnostics_page
-from scripts.pages.language import language_reference
-from scripts.pages.markdown import DOCS, ROOT
-from scripts.pages.policies import policy_page, policy_pages
+from scripts.pages.markdown import DOCS, ROOT, escaped, with_parts
+from scripts.pages.policies import policies_index, policy_page
 from scripts.pages.reach import reach_page, reached
+from scripts.pages.results import HOLDS, REPRODUCED, results_page
 
 
-@pytest.mark.parametrize("name", COMMITTED)
-def test_pages_are_up_to_date(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == COMMITTED[name](), "run scripts/make_docs.py"
+@pytest.mark.parametrize("name", WRITTEN)
+def test_made_parts_are_up_to_date(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == with_parts(name, WRITTEN[name]), "run scripts/make_docs.py"
+
+
+def test_made_parts_are_those_that_the_page_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markdown, "DOCS", tmp_path)
+    (tmp_path / "page.md").write_text("Before.\n\n<!-- made: a part -->\nold\n\nold\n<!-- end -->\n\nBehind.\n")
+    page = with_parts("page.md", {"a part": lambda: "new\n"})
+    assert page == "Before.\n\n<!-- made: a part -->\nnew\n<!-- end -->\n\nBehind.\n"
+    with pytest.raises(ValueError, match="'a part'"):
+        with_parts("page.md", {"another": lambda: ""})
+
+
+def test_pages_that_are_made_whole_are_not_committed() -> None:
+    told = subprocess.run(["git", "ls-files", "docs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {f"docs/{name}" for name in MADE} & {*told}
+    assert not [name for name in told if name.startswith("docs/policies/")]
+
+
+def test_every_claim_of_a_paper_has_its_verdict() -> None:
+    page = results_page()
+    for path in REPRODUCED.glob("*.json"):
+        for experiment in json.loads(path.read_text(encoding="utf-8"))["experiments"]:
+            for finding in experiment["findings"]:
+                claim = escaped(finding["claim"]).replace("|", "\\|")
+                assert f"| {experiment['source']} | {claim} | {HOLDS[finding['holds']]} |" in page
 
 
 def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
@@ -52,7 +80,7 @@ def test_a_gallery_policy_has_a_page() -> None:
     page = policy_page(find_policy("keydiff"))
     assert "## policies/gallery/keydiff.kv" in page
     assert "| year | 2025, arXiv 2504.15364 |" in page
-    assert "policies/gallery/keydiff.md" in policy_pages()
+    assert "[KeyDiff](keydiff.md)" in policies_index(gallery_policies(), "The gallery")
 
 
 def test_every_code_has_its_place() -> None:
@@ -71,7 +99,7 @@ def test_the_tables_know_the_whole_language() -> None:
         for rule, text in re.findall(r"^\?(\w+): (.*(?:\n +\|.*)+)", grammar, re.MULTILINE)
     }
     assert {name for rule in re.findall(r"\w+", plain[1]) for name in named.get(rule) or [rule]} == STATEMENTS.keys()
-    page = language_reference()
+    page = (DOCS / "language.md").read_text(encoding="utf-8")
     assert all(re.search(rf"^\| .*`{name}\b", page, re.MULTILINE) for name in NAMED_INPUTS | NAMED_FUNCTIONS)
 
 

@@ -1,31 +1,16 @@
-"""docs/choosing.md: which policy for which job."""
+"""The made parts of docs/choosing.md: the leaderboards' tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.pages.markdown import MADE, ROOT, note, table
-from scripts.prose import wrapped
+from scripts.pages.markdown import ROOT, table
 
-PICTURE = "![What SmolLM2 loses, by what the cache takes](assets/choosing.svg)"
-"""Its place is told from the page's own."""
 BOARD = ROOT / "results" / "leaderboard"
-
-
-def choosing_page() -> str:
-    """Which policy for which job: what was written, and the leaderboard's table in it."""
-    written = note("pages", "choosing.md")
-    tables = {
-        "{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{codes}\n": codes_table(), "{depths}\n": depths_table(),
-        "{longer}\n": longer_table(), "{picture}": PICTURE,
-    }  # fmt: skip
-    for place, made in tables.items():
-        written = written.replace(place, made)
-    return wrapped(MADE + written)
 
 
 @dataclass(frozen=True)
@@ -135,3 +120,12 @@ def depths_table() -> str:
     policies = [policy for policy in CODES[0].cells() if (policy, depths[0]) in by]
     lines = ((f"`{policy}`", *(f"{by[policy, depth]:.2f}" for depth in depths)) for policy in policies)
     return table(("policy", *(f"{depth:.0%} of the way in" for depth in depths)), lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "quality": quality_table,
+    "everybody": everybody_table,
+    "codes": codes_table,
+    "depths": depths_table,
+    "longer": longer_table,
+}

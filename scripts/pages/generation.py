@@ -1,13 +1,13 @@
-"""docs/performance/models.md: whole models, from the prompt to the last token."""
+"""The made parts of docs/performance/models.md: whole models, from the prompt to the last token."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from scripts.pages.markdown import MADE, ROOT, note, table
-from scripts.prose import wrapped
+from scripts.pages.markdown import ROOT, table
 
 MEASURED = ROOT / "benchmarks" / "results" / "cpu" / "generate"
 """What `kvdsl bench generate --json` wrote, a file for each dtype, number of rows and length of the prompt."""
@@ -20,24 +20,14 @@ CELLS = {
 Row = dict[str, Any]
 
 
-def generation_page() -> str:
-    """What was written, with the tables in it."""
-    written = note("pages", "performance", "models.md")
-    for dtype, cells in CELLS.items():
-        rows = {cell: _rows(dtype, *cell) for cell in cells}
-        for name, show in SHOWN.items():
-            written = written.replace(f"{{{name} {dtype}}}\n", _table(rows, show))
-    written = written.replace("{host}\n", _host_table())
-    return wrapped(MADE + written)
-
-
 def _rows(dtype: str, batch: int, prompt: int) -> dict[str, Row]:
     """By policy."""
     found = json.loads((MEASURED / f"{dtype}_{batch}_{prompt}.json").read_text(encoding="utf-8"))
     return {row["policy"]: {**row, "repeats": found["repeats"]} for row in found["rows"]}
 
 
-def _table(rows: dict[tuple[int, int], dict[str, Row]], show: Callable[[Row], str]) -> str:
+def _table(dtype: str, show: Callable[[Row], str]) -> str:
+    rows = {cell: _rows(dtype, *cell) for cell in CELLS[dtype]}
     policies: Sequence[str] = list(next(iter(rows.values())))
     head = ("", *(f"{prompt:,} tokens" if batch == 1 else f"{batch} rows of {prompt:,}" for batch, prompt in rows))
     return table(head, ((f"`{policy}`", *(show(own[policy]) for own in rows.values())) for policy in policies))
@@ -76,3 +66,8 @@ def _memory(row: Row) -> str:
 
 
 SHOWN = {"a token": _later, "first token": _first, "memory": _memory}
+
+PARTS: dict[str, Callable[[], str]] = {
+    **{f"{name} {dtype}": partial(_table, dtype, show) for dtype in CELLS for name, show in SHOWN.items()},
+    "host": _host_table,
+}

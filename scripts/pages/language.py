@@ -1,4 +1,4 @@
-"""docs/language.md: what is written of the language, with tables of its statements, inputs and functions, and of what went."""
+"""The made parts of docs/language.md: tables of statements, inputs and functions, and of what went."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ from kvdsl.reference import STATEMENTS, first_word, form, written
 from kvdsl.resources import read_resource
 from kvdsl.sema import editions
 from kvdsl.syntax.nodes import WORDS
-from scripts.pages.markdown import MADE, note, table
-from scripts.prose import wrapped
+from scripts.pages.markdown import table
 
 OPERATORS = {
     "`+` `-` `*` `/` `%` `**`": "arithmetic; `/` is real division, `**` binds to the right",
     "`<` `<=` `>` `>=` `==` `!=` `and` `or` `not`": "conditions; in arithmetic they count as 0 or 1",
 }
-
-
-def language_reference() -> str:
-    """What was written, and the tables in it."""
-    text = note("pages", "language.md")
-    for place, made in PLACES.items():
-        assert place in text
-        text = text.replace(place, made())
-    return wrapped(MADE + text)
 
 
 def _statements() -> str:
@@ -91,12 +81,11 @@ def _together(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]
     yield from found.items()
 
 
-PLACES: dict[str, Callable[[], str]] = {
-    "{statements}\n": _statements,
-    "{inputs}\n": _inputs,
-    "{reductions}\n": _reductions,
-    "{functions}\n": _functions,
-    "{prelude}\n": _prelude,
-    "{gone}\n": _gone,
+PARTS: dict[str, Callable[[], str]] = {
+    "statements": _statements,
+    "inputs": _inputs,
+    "reductions": _reductions,
+    "functions": _functions,
+    "prelude": _prelude,
+    "gone": _gone,
 }
-"""What stands in a place of what was written."""

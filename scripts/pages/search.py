@@ -1,9 +1,9 @@
-"""docs/search.md: what `kvdsl search` has found, and what is known of it."""
+"""The made parts of docs/search.md: what `kvdsl search` has found, and what is known of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,15 @@ from kvdsl_lab.leaderboard.claim import LEVEL
 from kvdsl_lab.leaderboard.report import NO_MORE
 from kvdsl_lab.search.report import behind
 from kvdsl_lab.search.space import at_budget, key, seed_of
-from scripts.pages.markdown import MADE, ROOT, note, table
-from scripts.prose import wrapped
+from scripts.pages.markdown import ROOT, table
 
 SEARCHED = ROOT / "results" / "search" / "smollm2_128" / "search.json"
-FRONT = (
-    "![The error of the best policy by policies tried, and errors by bytes of state of the front and of what it began with, on the text "
-    "that was searched on](assets/search.svg)"
-)
 
 
-def search_page() -> str:
-    """What the committed search has found: what was written, and its own figures in it."""
-    found = json.loads(SEARCHED.read_text(encoding="utf-8"))
-    written = note("pages", "search.md")
-    tables = {
-        "{so_far}": _so_far(found), "{picture}": FRONT, "{finalists}\n": _finalists(found),
-        "{ablations}\n": table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in found["ablations"])),
-        "{shelf}\n": _ablations(),
-        "{unseen}": _unseen(found), "{proof}\n": _proof(),
-        "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
-    }  # fmt: skip
-    for place, made in tables.items():
-        assert place in written
-        written = written.replace(place, made)
-    return wrapped(MADE + written)
+def _found() -> dict[str, Any]:
+    """What the committed search has found."""
+    found: dict[str, Any] = json.loads(SEARCHED.read_text(encoding="utf-8"))
+    return found
 
 
 def _so_far(found: dict[str, Any]) -> str:
@@ -146,3 +130,15 @@ def _borne_out(comparisons: Sequence[dict[str, Any]], column: str, budget: float
     mean, low, high = best["better"]
     drawn = "too few for an interval" if low is None else f"{low:+.3f} to {high:+.3f}"
     return f"{sure} of {len(fair)}; {mean:+.3f} ({drawn}) beside `{best['rival']}`"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "so far": lambda: _so_far(_found()),
+    "finalists": lambda: _finalists(_found()),
+    "ablations": lambda: table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in _found()["ablations"])),
+    "shelf": _ablations,
+    "unseen": lambda: _unseen(_found()),
+    "proof": _proof,
+    "moves": lambda: _moves(_found()["moves"]),
+    "cheap step": lambda: _cheap_step(_found()["cheap_step"]),
+}

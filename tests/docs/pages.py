@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.cli import main
+from scripts.make_docs import MADE
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = "<!-- Made by scripts/make_docs.py"
-FOR_THE_SITE = (ROOT / "docs" / "policies", ROOT / "docs" / "notebooks")
-"""A page for each policy and notebook: made with the site, and not committed."""
+FOR_THE_SITE = (ROOT / "docs" / "policies", ROOT / "docs" / "notebooks", *(ROOT / "docs" / name for name in MADE))
+"""A page for each policy and notebook, and those that are made whole: made with the site, and not committed."""
 
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$', re.M | re.S
@@ -36,7 +36,7 @@ def documents() -> list[str]:
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if not {*p.parents} & {*FOR_THE_SITE}),
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if not {p, *p.parents} & {*FOR_THE_SITE}),
     ]
 
 

@@ -13,7 +13,7 @@ from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
 from kvdsl.shipped import all_policies
 from kvdsl_lab.assets import reference_model_path
-from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
+from tests.docs.pages import Printed, blocks, documents, forget_packages, play, read, whole
 from tests.quick import few
 
 LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid", "yaml", "lua", "toml", "lisp"}
@@ -32,13 +32,13 @@ def test_no_page_saves_a_policy_under_a_shipped_name() -> None:
 
 @pytest.mark.parametrize("document", documents())
 def test_policies_check(document: str, tmp_path: Path) -> None:
-    """No errors, and no warnings, but where a page is made from a shipped policy, which has its own test."""
+    """No errors, and no warnings, but that a page may show names alone which nothing uses."""
     for number, block in enumerate(blocks(read(document))):
         assert block.language in LANGUAGES, f"```{block.language}"
         if block.language == "kv":
             file = tmp_path / (block.title or f"block_{number}.kv")
             file.write_text(whole(block), encoding="utf-8")
-            found = [d for d in analyse(file).diagnostics if d.severity == "error" or not read(document).startswith(MADE)]
+            found = [one for one in analyse(file).diagnostics if one.code != "KV0212" or "policy" in block.text]
             assert found == [], block.text
 
 

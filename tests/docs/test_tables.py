@@ -17,12 +17,13 @@ from tests.docs.pages import FOR_THE_SITE, ROOT, documents, read
 from tests.hf import test_refusals, test_rope, zoo
 
 NAMES = {path.stem for path in shipped_policies()}
-POLICIES, NOTEBOOKS = FOR_THE_SITE
+POLICIES, NOTEBOOKS, *WHOLE = FOR_THE_SITE
 SHELVES = {POLICIES / path.parent.name / f"{path.stem}.md" for path in gallery_policies() + found_policies()}
 """Their pages are found by the shelf's own, not in the navigation."""
 MADE_FOR_THE_SITE = {
     *(POLICIES / f"{stem}.md" for stem in (*NAMES, "index", "gallery/index", "found/index")),
     *(path.with_suffix(".md") for path in NOTEBOOKS.glob("*.ipynb")),
+    *WHOLE,
 }
 
 
@@ -39,9 +40,6 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("document", documents())
 def test_links_lead_somewhere(document: str) -> None:
     file, text = ROOT / document, read(document)
-    pages = ROOT / "docs" / "notes" / "pages"
-    if pages in file.parents:  # what `make_docs` puts into the page of that name
-        file = ROOT / "docs" / file.relative_to(pages)
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", text):
         if target.startswith("https://"):
             continue
@@ -69,7 +67,16 @@ def test_every_page_is_in_the_navigation() -> None:
     site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     pages = {f"docs/{page}" for page in leaves(site["nav"])}
     written = {page for page in documents() if page.startswith("docs/") and not page.startswith("docs/notes/")}
+    written = {page for page in written if not re.match(r"docs/decisions/\d", page)}
     assert pages == written | {str(page.relative_to(ROOT)) for page in MADE_FOR_THE_SITE}
+
+
+def test_every_decision_is_listed_with_its_status() -> None:
+    listed = re.findall(r"^\| (\d+) \| \[(.+)\]\((.+)\) \| (.+) \|$", read("docs/decisions/README.md"), re.MULTILINE)
+    files = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [name for _, _, name, _ in listed] == [file.name for file in files]
+    for number, title, name, status in listed:
+        assert read(f"docs/decisions/{name}").startswith(f"# {number}. {title}\n\nStatus: {status}.\n"), name
 
 
 def leaves(tree: object) -> list[str]:
