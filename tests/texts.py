@@ -12,17 +12,17 @@ from kvdsl.runtime.spec import PolicySpec
 
 
 @cache
-def spec_of(body: str) -> PolicySpec:
+def spec_of(body: str, edition: int = 1) -> PolicySpec:
     """The package of a policy `P` of these statements."""
-    spec: PolicySpec = kvdsl.compile(_text(body)).spec
+    spec: PolicySpec = kvdsl.compile(_text(body, edition)).spec
     return spec
 
 
 @cache
-def policy_of(body: str) -> Policy:
+def policy_of(body: str, edition: int = 1) -> Policy:
     """The same as the interpreter has it, with its columns."""
-    return add_columns(compile_text(_text(body)).policy)
+    return add_columns(compile_text(_text(body, edition)).policy)
 
 
-def _text(body: str) -> str:
-    return f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n'
+def _text(body: str, edition: int) -> str:
+    return f'kv {edition}\npolicy P {{\n"a test"\n{body}\n}}\n'

@@ -18,7 +18,7 @@ from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.selection import taken_over
-from kvdsl.interp.settle import overflow, room, shares, union, victims, victims_across, worths
+from kvdsl.interp.settle import overflow, room, shares, standing, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
 from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.interp.tensors import NO_TENSORS, Tensors
@@ -209,11 +209,12 @@ class Layer:
         """Evaluate keeps and score on the live slots, agree where heads have to, and evict as many as must leave."""
         scopes = [machine.live_scope(head) for machine, head in zip(self.machines, heads, strict=True)]
         places = [head.position for head in heads]
-        by, shields = self._protect(scopes, places)
+        by, stands = self._protect(scopes, places)
+        shields = [one > 0 for one in stands]
         scores = self._scores(scopes, places, shields)
         gone = [np.zeros(0, dtype=np.int64)] * len(heads)
         if scores is not None:
-            gone = self._gone(scores, shields, places, leaving, self._settling(scopes))
+            gone = self._gone(scores, stands, places, leaving, self._settling(scopes))
         steps = []
         for index, head in enumerate(heads):
             score = None if scores is None else scores[index]
@@ -225,8 +226,8 @@ class Layer:
 
     def _protect(
         self, scopes: Sequence[Scope], places: Sequence[Indices]
-    ) -> tuple[list[tuple[Array | None, ...]], list[Mask]]:
-        """Per head what the keep lines rank by, and whom they protect."""
+    ) -> tuple[list[tuple[Array | None, ...]], list[Indices]]:
+        """Per head what the keep lines rank by, and how the slots stand."""
         keeps = self.policy.keeps
         lines: list[Sequence[Array | None]] = list(zip(*(worths(keeps, scope) for scope in scopes), strict=True))
         for index, keep in enumerate(keeps):
@@ -235,7 +236,8 @@ class Layer:
                 agree = _any if keep.scope == "where" else _mean
                 lines[index] = self._agreed(values, places, agree)
         by = [tuple(line[head] for line in lines) for head in range(len(scopes))]
-        return by, [union(keeps, *one) for one in zip(by, scopes, places, strict=True)]
+        ends_last = self.policy.ends_last
+        return by, [standing(keeps, *one, ends_last=ends_last) for one in zip(by, scopes, places, strict=True)]
 
     def _scores(self, scopes: Sequence[Scope], places: Sequence[Indices], shields: Sequence[Mask]) -> list[Array] | None:
         """Per head the score, which may pool along the unprotected slots."""
@@ -254,13 +256,13 @@ class Layer:
     def _gone(
         self,
         scores: Sequence[Array],
-        shields: Sequence[Mask],
+        stands: Sequence[Indices],
         places: Sequence[Indices],
         leaving: Leaving,
         numbers: Sequence[Numbers],
     ) -> list[Indices]:
         """Per head the victims."""
-        heads = list(zip(scores, shields, places, strict=True))
+        heads = list(zip(scores, stands, places, strict=True))
         if leaving is nobody or not self.policy.heads_share:
             return [victims(*head, leaving(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]
         gone = [np.zeros(0, dtype=np.int64)] * len(places)

@@ -34,37 +34,36 @@ def _target(live: int, numbers: Numbers) -> float:
     return min(max(live - numbers.max_drop, capacity), capacity + numbers.slack)
 
 
-def victims(score: Array, protected: Mask, position: Indices, k: int) -> Indices:
-    """Indices of the k slots that leave, the first to leave first.
-
-    The lowest-scored unprotected ones leave; when there are too few, the lowest-scored protected ones too,
-    the newest last of all.
+def victims(score: Array, standing: Indices, position: Indices, k: int) -> Indices:
+    """Indices of the k slots that leave, the first to leave first: by their standing, of equals the lowest-scored, of the protected ones
+    the newest last.
     """
     order = ascending(score, position)
-    reluctant = reluctance(protected, position)
+    reluctant = reluctance(standing, position)
     return order[np.argsort(reluctant[order], kind="stable")][:k]
 
 
-def reluctance(protected: Mask, position: Indices) -> Indices:
-    """Who leaves only after whom, [n]: 0 the unprotected, 1 the protected, 2 the newest if it is protected."""
-    return protected.astype(np.int64) * np.where(position == position.max(initial=-1), 2, 1)
+def reluctance(standing: Indices, position: Indices) -> Indices:
+    """Who leaves only after whom, [n]: by their standing, of the protected ones the newest last."""
+    newest = (standing > 0) & (position == position.max(initial=-1))
+    return 2 * standing.astype(np.int64) + newest
 
 
-def victims_across(heads: Sequence[tuple[Array, Mask, Indices]], numbers: Sequence[Numbers]) -> list[Indices]:
+def victims_across(heads: Sequence[tuple[Array, Indices, Indices]], numbers: Sequence[Numbers]) -> list[Indices]:
     """Indices of the slots that leave each of the heads that share their budgets: a layer's, or those of all layers.
 
     A head's last `floor` slots in the order of leaving stay. Of all the others of all heads the lowest leave;
     of equals the older, then the lower head's.
 
     Args:
-        heads: score, protected and position of each, [n] of its own.
+        heads: score, standing and position of each, [n] of its own.
         numbers: of each.
     """
     excess = sum(len(position) for _, _, position in heads) - sum(own.capacity for own in numbers)
     willing = []
-    for head, ((score, shield, position), own) in enumerate(zip(heads, numbers, strict=True)):
-        reluctant = reluctance(shield, position)
-        for slot in victims(score, shield, position, max(0, int(len(position) - own.floor))):
+    for head, ((score, standing, position), own) in enumerate(zip(heads, numbers, strict=True)):
+        reluctant = reluctance(standing, position)
+        for slot in victims(score, standing, position, max(0, int(len(position) - own.floor))):
             worth = (False, 0.0) if np.isnan(score[slot]) else (True, float(score[slot]))
             willing.append((int(reluctant[slot]), *worth, int(position[slot]), head, int(slot)))
     gone = sorted(willing)[: int(max(0, min(excess, len(willing))))]
@@ -99,7 +98,7 @@ def shares(weights: Sequence[float], budgets: Sequence[float], floors: Sequence[
 def protected(keeps: Iterable[Keep], scope: Scope, position: Indices) -> Mask:
     """Which live slots, [n], may not leave: the union of the keep lines."""
     keeps = tuple(keeps)
-    return union(keeps, worths(keeps, scope), scope, position)
+    return standing(keeps, worths(keeps, scope), scope, position) > 0
 
 
 def worths(keeps: Iterable[Keep], scope: Scope) -> tuple[Array | None, ...]:
@@ -107,19 +106,22 @@ def worths(keeps: Iterable[Keep], scope: Scope) -> tuple[Array | None, ...]:
     return tuple(None if keep.by is None else evaluate_slots(keep.by, scope) for keep in keeps)
 
 
-def union(keeps: Iterable[Keep], by: Iterable[Array | None], scope: Scope, position: Indices) -> Mask:
-    """Which slots, [n], the keep lines protect together, where they rank by these values."""
-    mask = np.zeros(len(position), dtype=bool)
+def standing(
+    keeps: Iterable[Keep], by: Iterable[Array | None], scope: Scope, position: Indices, *, ends_last: bool = False
+) -> Indices:
+    """How the slots, [n], stand where the keep lines rank by these values: 0 the unprotected, 1 the protected, who leave only when those
+    have; with `ends_last` 2 the first and last tokens, who leave only when nobody else is left.
+    """
+    found = np.zeros(len(position), dtype=np.int64)
     for keep, values in zip(keeps, by, strict=True):
         count = 0.0 if keep.count is None else evaluate_number(keep.count, scope)
-        if keep.scope == "first":
-            mask |= first(position, count)
-        elif keep.scope == "last":
-            mask |= last(position, count)
+        if keep.scope in ("first", "last"):
+            mask, step = (first if keep.scope == "first" else last)(position, count), 2 if ends_last else 1
         else:
             assert values is not None
-            mask |= top(values, position, count) if keep.scope == "top" else values != 0
-    return mask
+            mask, step = top(values, position, count) if keep.scope == "top" else values != 0, 1
+        found = np.where(mask, np.maximum(found, step), found)
+    return found
 
 
 def first(position: Indices, count: float) -> Mask:

@@ -451,6 +451,8 @@ class Policy(Node):
         across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
         across_layers: how the layers share their budgets; None: each has its own.
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
+        ends_last: whether what `keep first` and `keep last` protect leaves only when nothing else is left, and not as whatever is
+            protected (edition 1); False, too, where the policy has no other `keep`, as it makes no difference then.
         victims: who must agree on the victims: each head by itself, a layer's heads, or the heads of all layers.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
@@ -478,6 +480,7 @@ class Policy(Node):
     across_layers: AcrossLayers | None = None
     score: Expr | None = None
     keeps: tuple[Keep, ...] = ()
+    ends_last: bool = False
     victims: Literal["own", "heads", "layers"] = "own"
     trigger: Expr = Number(value=1)
     slack: Expr = Number(value=0)

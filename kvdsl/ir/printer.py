@@ -5,6 +5,8 @@ What it prints of a policy can be parsed again, and means the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvdsl.ir.nodes import (
     AcrossLayers,
     Axis,
@@ -40,7 +42,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import FUNCTIONS, INPUTS, OPERATORS, Strength
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import bottom_up, mapped, walk
 
 _OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
 _OVER |= {Axis.HEAD: " over heads"}
@@ -159,11 +161,15 @@ def print_number(value: float) -> str:
 
 
 def print_policy(policy: Policy) -> str:
-    """A whole policy, flat: with what it inherits, and without its lets; in edition 1, which has a word for all that there is."""
+    """A whole policy, flat: with what it inherits, and without its lets; in edition 1, which has a word for all that there is but for ends
+    that leave last, and with these in edition 2.
+    """
+    edition = 2 if policy.ends_last else 1
+    policy = _in_edition_2(policy) if edition == 2 else policy
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
-    lines += [print_tensor(tensor) for tensor in policy.tensors]
-    lines += [print_given(given) for given in policy.given]
+    outside = [*map(print_tensor, policy.tensors), *map(print_given, policy.given)]
+    lines += [f"input {line.partition(' ')[2]}" if edition == 2 else line for line in outside]
     shared = _across(policy.across) + print_across_layers(policy.across_layers)
     if policy.budget is not None and (policy.budget != ParamRef(name="budget") or shared or policy.measured):
         lines.append(f"budget {print_budget(policy)}{shared}")
@@ -171,11 +177,52 @@ def print_policy(policy: Policy) -> str:
         lines.append(f"score {print_expression(policy.score)}")
     lines += [print_keep(keep) for keep in policy.keeps]
     protects = policy.budget is not None or policy.select is not None
-    if protects and not any(keep.scope == "last" for keep in policy.keeps):
+    if edition == 1 and protects and not any(keep.scope == "last" for keep in policy.keeps):
         lines.append("keep last 0")
     lines += _rest(policy)
+    if edition == 2 and policy.prefill_block is not None:
+        lines = [line for line in lines if not line.startswith(("when ", "prefill "))]
+        lines.append(f"when {policy.when} blocks of {print_expression(policy.prefill_block)}")
     body = "".join(f"  {line}\n" for line in lines)
-    return f"kv 1\n\npolicy {policy.name} {{\n{body}}}\n"
+    return f"kv {edition}\n\npolicy {policy.name} {{\n{body}}}\n"
+
+
+def _in_edition_2(policy: Policy) -> Policy:
+    """The policy in the words of edition 2: pages by their key, heads that agree by their mean, a budget's bound as a minimum."""
+    changes: dict[str, Any] = {"pages": None, "pages_after": None}
+    if policy.pages is not None:
+        key = _page_key(policy.pages, policy.pages_after)
+        policy = mapped(policy, lambda expr: bottom_up(expr, lambda part: _by_page(part, key)))
+    if policy.victims == "heads" and policy.score is not None:
+        changes |= {"victims": "own", "score": Reduce(op="mean", axis=Axis.HEAD, body=policy.score)}
+    if policy.measured is not None and policy.budget not in (None, Input(name="everything")):
+        bound = Call(function="min", args=(policy.measured, policy.budget))
+        changes |= {"measured": bound, "budget": Input(name="everything")}
+    return policy.model_copy(update=changes)
+
+
+def _page_key(size: Expr, after: Expr | None) -> Expr:
+    """By which key slots are of one page."""
+    place: Expr = _POSITION if after is None else Binary(op="-", left=_POSITION, right=_floored(after))
+    least = Call(function="max", args=(_floored(size), Number(value=1)))
+    return Call(function="floor", args=(Binary(op="/", left=place, right=least),))
+
+
+def _floored(count: Expr) -> Expr:
+    return Call(function="floor", args=(count,))
+
+
+def _by_page(expr: Expr, key: Expr) -> Expr:
+    """`over page` and `over next page` by the key that counts pages."""
+    if not isinstance(expr, (Rank, Reduce)) or expr.within not in ("page", "next"):
+        return expr
+    if expr.within == "page":
+        return expr.model_copy(update={"within": "all", "by": key})
+    assert isinstance(expr, Reduce)
+    where: Expr = Binary(op="==", left=Other(body=key), right=Binary(op="+", left=key, right=Number(value=1)))
+    if expr.where is not None:
+        where = Binary(op="and", left=where, right=Other(body=expr.where))
+    return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=Other(body=expr.body), where=where)
 
 
 def _param(param: Param) -> str:

@@ -136,6 +136,7 @@ class CppPlan:
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `settle_last`: in another loop after that.
             `overflow`: how many must leave; `budget`: down to how many, where that reads the data.
+            `ends_last`: whether the first and last tokens that are kept leave only when nothing else is left.
             `settle_reads_keys`: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
         forgets: whether decoded queries are not observed.
         settles: whether it is known who leaves. `prefill_only`: nobody does in a decode step. `hard_cap`: room is made before its token
@@ -155,6 +156,7 @@ class CppPlan:
     settle_reads_keys: bool
     protect: tuple[str, ...]
     settle_last: tuple[str, ...]
+    ends_last: bool
     settles: bool
     prefill_only: bool
     hard_cap: bool
@@ -192,6 +194,7 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         settle_reads_keys=settle.reads_keys,
         protect=settle.protect,
         settle_last=settle.last,
+        ends_last=policy.ends_last,
         settles=settle is not _NOBODY_LEAVES,
         prefill_only=settle is not _NOBODY_LEAVES and policy.when == "prefill",
         hard_cap=policy.cap == "hard",

@@ -55,7 +55,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
     place = [fragment(f'new.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
     observe = [_observed(column, row) for column in folded]
     fold, prune = _named(policy, "fold", row), _named(policy, "prune", slots)
-    protect = [_torch_keep(keep, slots) for keep in policy.keeps]
+    protect = [_torch_keep(keep, slots, policy.ends_last) for keep in policy.keeps]
     score = [] if policy.score is None else _score(policy.score)
     budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
     by = None if policy.across_layers is None else policy.across_layers.by
@@ -162,10 +162,11 @@ _IN_KERNEL = NumberPrinter(
 )
 
 
-def _torch_keep(keep: Keep, slots: TensorPrinter) -> Fragment:
+def _torch_keep(keep: Keep, slots: TensorPrinter, ends_last: bool) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
         return fragment("keep.where({})", slots.truth(keep.by))
     assert keep.count is not None
     by = [] if keep.by is None else [slots.value(keep.by)]
-    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}})", *by, _IN_KERNEL(keep.count))
+    said = ", ends_last=True" if ends_last and keep.scope in ("first", "last") else ""
+    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}}{said})", *by, _IN_KERNEL(keep.count))

@@ -86,8 +86,8 @@ class TritonPlan:
         observe: loops that fold the query into the columns.
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
             `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
-            many those are, with those that the loops work in, and `tops` how many slots each `keep top` protects. `reads_vectors`:
-            whether the loops read keys, values or such tensors. `hard_cap`: whether it does so before its token is placed, as well.
+            many those are, with those that the loops work in, `tops` how many slots each `keep top` protects, and `ends` which of
+            `evicting`'s classes those at either end are. `reads_vectors`: whether the loops read keys, values or such tensors. `hard_cap`: whether it does so before its token is placed, as well.
         settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
@@ -118,6 +118,7 @@ class TritonPlan:
     scores: int
     reads_vectors: bool
     tops: tuple[str, ...]
+    ends: int
     spreads: bool
     select: TritonSelect | None
     compact: bool
@@ -188,6 +189,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         scores=len(rows),
         reads_vectors=vectors_are_read,
         tops=texts(tops),
+        ends=_ends(policy),
         spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,
         compact=policy.positions == "compact",
@@ -350,13 +352,15 @@ def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
     loops, names = hoisted_loops(policy, "cached", [*scores, *conditions], rows)
     printer = BlockPrinter(names)
     scopes = {keep.scope for keep in policy.keeps}
-    kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
-    kept += [printer.condition(condition) for condition in conditions]
-    if len(kept) > 1:
-        kept = [fragment("({})", condition) for condition in kept]
+    ends = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
+    kept = [printer.condition(condition) for condition in conditions]
+    if policy.ends_last:
+        keep = fragment(f"tl.where({{}}, {_ends(policy)}, {{}})", _any_of(ends), _any_of(kept))
+    else:
+        keep = _any_of([*ends, *kept])
     lines = [
         fragment("score = {}", printer.value(policy.score)),
-        fragment(f"keep = {' | '.join('{}' for _ in kept) or '0'}", *kept),
+        fragment("keep = {}", keep),
         Fragment("tl.store(work + i, score, mask=inside)"),
         *(
             fragment(f"tl.store(work + {row_at(n)}i, {{}}, mask=inside)", printer.value(expr))
@@ -367,6 +371,18 @@ def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
     if policy.victims != "heads":
         lines.append(Fragment(_LOWER))
     return [*loops, Pass((), (*values_of(policy, "", uses_of(*lines), rows), *lines))]
+
+
+def _any_of(conditions: list[Fragment]) -> Fragment:
+    """Whether one of these holds."""
+    if len(conditions) > 1:
+        conditions = [fragment("({})", condition) for condition in conditions]
+    return fragment(" | ".join("{}" for _ in conditions) or "0", *conditions)
+
+
+def _ends(policy: Policy) -> int:
+    """The class of `evicting` of the first and last tokens that are kept: as whatever is protected, or the one behind."""
+    return 2 if policy.ends_last else 1
 
 
 def _kept_at(policy: Policy, scope: str) -> Fragment:

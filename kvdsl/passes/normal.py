@@ -8,6 +8,7 @@ of what is reduced.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from kvdsl.ir.axes import axes_of
@@ -19,6 +20,9 @@ from kvdsl.passes.fold import fold_expression
 POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="live")
 QUERY_POSITION = Input(name="query_position")
 ZERO, ONE = Number(value=0), Number(value=1)
+
+ENDS = ("first", "last")
+"""The scopes of `keep` that go by a token's place alone."""
 
 Pages = tuple[Expr, Expr | None]
 """How long a page is, and how many tokens lie before the first; None: none."""
@@ -110,7 +114,8 @@ def of_the_other(body: Expr) -> Expr | None:
 def normal(policy: Policy) -> Policy:
     """The policy in the spelling for which targets have code."""
     policy = mapped(policy, lambda expr: _spelled(expr, in_text=False))
-    return with_policy(policy, keeps=_keeps(policy))
+    keeps = _keeps(policy)
+    return with_policy(policy, keeps=keeps, ends_last=policy.ends_last and is_mixed(keeps))
 
 
 def _spelled(expr: Expr, *, in_text: bool) -> Expr:
@@ -181,12 +186,21 @@ def _keeps(policy: Policy) -> tuple[Keep, ...]:
     """`keep` by a place in an order, as `first`, `last` or `top`.
 
     A selection always takes what `keep first` and `keep last` protect, and nothing else, so there the words stay as they are. Heads that
-    agree on their victims average what `keep top` ranks by, which a condition is not.
+    agree on their victims average what `keep top` ranks by, which a condition is not. Where the ends leave last, a condition does not
+    become one of them, unless all become: then they fit into the budget.
     """
     if policy.select is not None:
         return policy.keeps
     lines = [line for keep in policy.keeps for line in _alternatives(keep)]
-    return tuple(_placed(line, own=policy.victims == "own") for line in lines)
+    placed = [_placed(line, own=policy.victims == "own") for line in lines]
+    if policy.ends_last and (policy.measured is not None or is_mixed(placed)):
+        placed = [line if new.scope in ENDS else new for line, new in zip(lines, placed, strict=True)]
+    return tuple(placed)
+
+
+def is_mixed(keeps: Sequence[Keep]) -> bool:
+    """Whether some protect tokens by their place at either end, and others by what they are worth."""
+    return len({keep.scope in ENDS for keep in keeps}) == 2
 
 
 def _alternatives(keep: Keep) -> list[Keep]:

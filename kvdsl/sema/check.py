@@ -11,6 +11,7 @@ from kvdsl.diagnostics import Sink
 from kvdsl.helps import offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
+from kvdsl.passes.normal import is_mixed
 from kvdsl.sema.combinations import Combinations
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
@@ -162,7 +163,7 @@ class Checker:
     def _statics(self, parts: Parts) -> None:
         """Checks what is known of the policy's numbers with the params at their defaults."""
         defaults = {name: param.ir.default for name, param in self.params.checked.items()}
-        statics = Statics(self.sink, defaults, newest=int(self._keeps_the_newest(parts)))
+        statics = Statics(self.sink, defaults, newest=int(self._edition(parts) == 1))
         statics.check_budget(parts.exprs.get("budget"))
         for number in [*self.expressions.bounded, *parts.bounded]:
             statics.check_bounds(number)
@@ -176,12 +177,15 @@ class Checker:
                 statics.warn_of_selection(parts.exprs)
             statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
 
-    def _keeps_the_newest(self, parts: Parts) -> bool:
-        """Whether the newest token stays without a `keep last`: in edition 1, of the file that first had a budget or a selection."""
+    def _edition(self, parts: Parts) -> int | None:
+        """The edition that says how tokens are kept: of the file that first had a budget or a selection; None where there is neither.
+
+        In edition 1 the newest token stays without a `keep last`, and what any `keep` protects leaves alike.
+        """
         placed = [self.flat.settings[keyword][0].level for keyword in ("budget", "select") if keyword in self.flat.settings]
         if "budget" in self.flat.names and parts.expr("budget") is not None:
             placed.append(self.flat.names["budget"].since)
-        return bool(placed) and self.flat.modules[min(placed)].edition == 1
+        return self.flat.modules[min(placed)].edition if placed else None
 
     def _select(self, parts: Parts, keeps: list[ir.Keep]) -> Any:
         """The `select` statement, if there is one, with the layers that choose for those above; `select where c` counts c."""
@@ -195,10 +199,11 @@ class Checker:
         return found.model_copy(update={"choosing": tuple(choosing), "measured": measured})
 
     def _policy(self, parts: Parts, read: set[str]) -> ir.Policy:
-        keeps = [keep.ir for keep in parts.keeps]
-        if self._keeps_the_newest(parts) and not any(keep.scope == "last" for keep in keeps):
+        keeps, edition = [keep.ir for keep in parts.keeps], self._edition(parts)
+        if edition == 1 and not any(keep.scope == "last" for keep in keeps):
             keeps.append(ir.Keep(scope="last", count=ir.Number(value=1)))
         nothing = ir.Keep(scope="last", count=ir.Number(value=0))
+        keeps = [keep for keep in keeps if keep != nothing]
         words: dict[str, Any] = dict(parts.words)
         words["victims"] = "own" if words["victims"] == "nobody" else words["victims"]
         fields: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
@@ -213,7 +218,8 @@ class Checker:
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
             given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
-            keeps=tuple(keep for keep in keeps if keep != nothing),
+            keeps=tuple(keeps),
+            ends_last=edition != 1 and parts.expr("budget") is not None and is_mixed(keeps),
             select=self._select(parts, keeps),
             sketch=_built(ir.Sketch, "sketch", parts),
             across_layers=_built(ir.AcrossLayers, "across_layers", parts),

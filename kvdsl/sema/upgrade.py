@@ -167,4 +167,5 @@ def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:
 
 
 def _meaning(policy: Policy) -> Policy:
-    return fold(normal(policy))
+    """What the policy keeps as long as its budget holds what it protects: who yields where it does not is the edition's."""
+    return fold(normal(policy)).model_copy(update={"ends_last": False})

@@ -141,9 +141,12 @@ def _before(score: Range, low: Indices, high: Indices, tie: Indices) -> Mask:
 
 
 def _reluctance(shadow: Shadow, may: Mask, must: Mask) -> tuple[Indices, Indices]:
-    """0 the unprotected, 1 the protected, 2 the newest if it is protected: at least, and at most."""
+    """0 the unprotected, 2 the protected, 4 the ends where they leave last, one more of the newest: at least, and at most."""
     newest = shadow.position == shadow.position.max(initial=-1)
-    return tuple(mask.astype(np.int64) * np.where(newest, 2, 1) for mask in (must, may))  # type: ignore[return-value]
+    ends = [keep for keep in shadow.policy.keeps if keep.by is None] if shadow.policy.ends_last else []
+    masks = [by_place(keep, shadow.position, shadow.live_scope()) for keep in ends]
+    last = np.logical_or.reduce(masks) if masks else np.zeros(len(newest), dtype=bool)
+    return tuple(mask.astype(np.int64) * (2 + 2 * last + newest) for mask in (must, may))  # type: ignore[return-value]
 
 
 def _order(shadow: Shadow, score: Range, may: Mask, must: Mask) -> Mask:

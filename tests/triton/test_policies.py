@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.differential.cases import Case, Tally, compare
+from tests.differential import test_keeps
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, draws_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.quick import few
@@ -141,6 +142,24 @@ SELECTING = (
     "compact selection",
     *(pytest.param(name, marks=pytest.mark.nightly) for name in ("select", "select pages", "sketch")),
 )
+
+
+@pytest.mark.filterwarnings("ignore:.*KV0424:UserWarning")
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 30))])
+def test_keeps_that_exceed_the_budget(seed: int) -> None:
+    text, edition = test_keeps.overprotecting(seed)
+    spec = spec_of(text, edition)
+    if spec.triton_source.exists():
+        case = replace(test_keeps.case_of(seed), steps=5, kv_heads=1)
+        assert not compare(policy_of(text, edition), spec, "triton", case).failures, text
+
+
+@pytest.mark.filterwarnings("ignore:.*KV0424:UserWarning")
+def test_heads_that_agree_yield_together() -> None:
+    text, case = test_keeps.SHARED["heads agree"]
+    spec = spec_of(text, 2)
+    assert spec.triton_source.exists()
+    assert not compare(policy_of(text, 2), spec, "triton", replace(case, steps=4)).failures
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LAZY, *SELECTING])

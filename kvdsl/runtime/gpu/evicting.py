@@ -4,7 +4,7 @@ The programs of `settle` share a KV head's slots: each ranks its own, and finds 
 takes the lowest of these. No two slots have the same key, so that it does not matter in which order they come.
 
 The order in which slots leave is the one of `kvdsl.runtime.torch.settle`: the lowest score first, a NaN below everything, -0 like +0, of
-equal scores the older one; protected slots only when there are no others, and the newest token last of all.
+equal scores the older one; protected slots only when there are no others, those at the ends last, and the newest token last of its class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import ops
 
-UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
+UNPROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(-1)  # which slots count: a class of `kept`, or all
+CLASSES = tl.constexpr(3)  # the unprotected, the protected, and the first and last tokens where these leave last
 NOBODY = tl.constexpr(-1)  # in the place of the token that is the last to leave, where protected ones do not leave
 TRIES = tl.constexpr(8)
 FLIP = tl.constexpr(-(2**31))  # of signed words makes such whose digits are in their order
@@ -174,9 +175,9 @@ def found_by_all(lowest, victim, certain, pair, pieces, PIECES_PAD: tl.constexpr
 
 
 @triton.jit
-def unless_some_left(position, kept, slot, found, slots, now, live, first, last, BLOCK: tl.constexpr):
+def unless_some_left(position, kept, slot, found, slots, now, live, first, last, ENDS: tl.constexpr, BLOCK: tl.constexpr):
     """The slot that leaves first, if the `first` tokens and the `last` are those that were protected: if as many were `found`. If not,
-    those that are now, in their place, are, and -1 says that the slot is to be found anew.
+    those that are now, in their place, are, of the class ENDS, and -1 says that the slot is to be found anew.
     """
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     if found < tl.minimum(first, live) + tl.minimum(last, live):
@@ -185,7 +186,7 @@ def unless_some_left(position, kept, slot, found, slots, now, live, first, last,
         for start in range(0, slots, WHOLE):
             i = start + tl.arange(0, WHOLE)
             pos = tl.load(position + i, mask=i < slots, other=-1)
-            tl.store(kept + i, 1, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
+            tl.store(kept + i, ENDS, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
         tl.debug_barrier()
         slot = -1
     return slot
@@ -198,7 +199,7 @@ def unless_some_left(position, kept, slot, found, slots, now, live, first, last,
 def evict(
     position,
     scores,  # [1 + TOPS, N] float32: what the slots are ranked by, and what each `keep top` ranks them by
-    kept,  # [N] int8: 1 where protected already
+    kept,  # [N] int8: the class of each slot, but for tops
     slots,
     leaving,
     slot,  # the one that leaves first, but for tops; -1: not known
@@ -215,10 +216,11 @@ def evict(
         for t in tl.static_range(TOPS):
             _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], WHOLE)
         newest = _newest_held(position, slots, WHOLE)  # not the row's newest token, if that has left before
-        for members in range(2):  # UNPROTECTED, then PROTECTED
-            free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, WHOLE)
-            _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, WHOLE)
-            leaving = tl.maximum(leaving - free, 0)
+        for members in range(CLASSES):
+            if leaving > 0:
+                free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, WHOLE)
+                _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, WHOLE)
+                leaving = tl.maximum(leaving - free, 0)
     return gone
 
 
@@ -274,12 +276,13 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
-    """Protect the n slots that rank highest."""
+    """Protect the n slots that rank highest, of those that nothing else protects."""
     live = _above(position, top, kept, slots, NOBODY, ops.BELOW_ALL, EVERYTHING, BLOCK)
     bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), live, EVERYTHING, BLOCK)
     for start in range(0, slots, BLOCK):
         i, key = _keys(position, top, kept, start, slots, NOBODY, EVERYTHING, BLOCK)
-        tl.store(kept + i, 1, mask=key > bar)
+        own = tl.load(kept + i, mask=i < slots, other=0)
+        tl.store(kept + i, 1, mask=(key > bar) & (own == UNPROTECTED))
     tl.debug_barrier()
 
 
@@ -346,8 +349,8 @@ def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
-    """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token if the protected
-    ones count, of which it is the last to leave.
+    """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token among protected
+    ones, of which it is the last to leave.
     """
     i = start + tl.arange(0, BLOCK)
     inside = i < slots  # loads are wide where this alone decides; what free slots hold is not looked at
@@ -356,7 +359,7 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
     key = _key(tl.load(x + i, mask=inside, other=0.0), pos)
     if members != EVERYTHING:
         counts = counts & (tl.load(kept + i, mask=inside, other=0) == members)
-        key = tl.where((pos == newest) & (members == PROTECTED), ops.ABOVE_ALL, key)
+        key = tl.where((pos == newest) & (members != UNPROTECTED), ops.ABOVE_ALL, key)
     return i, tl.where(counts, key, ops.BELOW_ALL)
 
 
@@ -366,7 +369,7 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
 @triton.jit
 def average_over_heads(
     scores,  # [H, SCORES, N] float32: what the slots are ranked by; the first head's rows get the means
-    kept,  # [H, N] int8: 1 where protected; the first head's row gets 1 where any is
+    kept,  # [H, N] int8: the classes of the slots; the first head's row gets the highest
     slots,
     heads,
     SCORES: tl.constexpr,
@@ -383,7 +386,7 @@ def average_over_heads(
             tl.store(scores + s * slots + i, tl.div_rn(summed, tl.zeros([BLOCK], tl.float32) + heads), mask=inside)
         held = tl.zeros([BLOCK], tl.int32)
         for head in range(heads):
-            held = held | tl.load(kept + head * slots + i, mask=inside, other=0).to(tl.int32)
+            held = tl.maximum(held, tl.load(kept + head * slots + i, mask=inside, other=0).to(tl.int32))
         tl.store(kept + i, held.to(tl.int8), mask=inside)
 
 

@@ -1,7 +1,7 @@
 """Who leaves: the order of eviction, in torch.
 
 The rules are design corners that every backend shares: the lowest score leaves first, a NaN ranks lowest, -0 equals +0, of equal
-scores the newer is kept; protected slots leave only when there are no others, the newest token last of all.
+scores the newer is kept; protected slots leave only when there are no others, those that are `ends` last, and the newest last among its equals.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 _NAN = -(2**31) + 1  # below every number, above what marks a free slot
+
+STAYS = 6
+"""How unwilling a slot is that cannot leave; see `unwilling`."""
 
 
 def grade(x: Tensor, position: Tensor) -> Tensor:
@@ -36,22 +39,28 @@ def _standings(key: Tensor) -> Tensor:
 
 
 class Protection:
-    """The union of a policy's `keep` lines over [batch, kv_heads, slots]; `live` tells the slots that hold a token."""
+    """The union of a policy's `keep` lines over [batch, kv_heads, slots]; `live` tells the slots that hold a token.
+
+    Attributes:
+        mask: what they protect.
+        ends: of that, what leaves only when nothing else is left.
+    """
 
     def __init__(self, position: Tensor) -> None:
         self.position = position
         self.alive = position >= 0
         self.live = self.alive.sum(-1, keepdim=True)
         self.mask = torch.zeros_like(self.alive)
+        self.ends: Tensor | None = None
 
-    def first(self, count: Tensor | float) -> None:
-        """Protect the `count` live slots with the smallest positions."""
+    def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
+        """Protect the `count` live slots with the smallest positions; with `ends_last` they leave only when nothing else is left."""
         key = torch.where(self.alive, self.position.long(), torch.iinfo(torch.int64).max)
-        self._add(_standings(key) < _tokens(count))
+        self._add(_standings(key) < _tokens(count), ends_last)
 
-    def last(self, count: Tensor | float) -> None:
-        """Protect the `count` live slots with the largest positions."""
-        self._add(_standings(self.position.long()) >= self.mask.shape[-1] - _tokens(count))
+    def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
+        """Protect the `count` live slots with the largest positions, likewise."""
+        self._add(_standings(self.position.long()) >= self.mask.shape[-1] - _tokens(count), ends_last)
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
         """Protect the `count` live slots that rank highest by `by`, [batch, kv_heads, 1, slots]."""
@@ -62,8 +71,11 @@ class Protection:
         """Protect the slots where the condition, [batch, kv_heads, 1, slots], holds."""
         self._add(_per_slot(condition, self.position) != 0)
 
-    def _add(self, mask: Tensor) -> None:
-        self.mask |= mask & self.alive
+    def _add(self, mask: Tensor, ends_last: bool = False) -> None:
+        mask = mask & self.alive
+        self.mask |= mask
+        if ends_last:
+            self.ends = mask if self.ends is None else self.ends | mask
 
 
 class Places(Protection):
@@ -94,13 +106,16 @@ class Ballot:
         self.position = position
         self.live = (position >= 0).sum(-1, keepdim=True)
         self.lines: list[tuple[str, Tensor, Tensor | float]] = []
+        self.ends_last = False
 
-    def first(self, count: Tensor | float) -> None:
+    def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
         """See `Protection.first`."""
+        self.ends_last = ends_last
         self.lines.append(("first", self.position, count))
 
-    def last(self, count: Tensor | float) -> None:
+    def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
         """See `Protection.last`."""
+        self.ends_last = ends_last
         self.lines.append(("last", self.position, count))
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
@@ -127,7 +142,7 @@ def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
         elif scope == "where":
             protection.where((values != 0).any(1, keepdim=True))
         else:
-            (protection.first if scope == "first" else protection.last)(count)
+            (protection.first if scope == "first" else protection.last)(count, ends_last=ballots[own].ends_last)
     return protection
 
 
@@ -158,16 +173,18 @@ def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -
     leaves first.
     """
     live = protection.alive.sum(-1, keepdim=True)
-    reluctance = torch.where(eviction_order(score, protection) >= live - floor, 3, unwilling(protection))
+    reluctance = torch.where(eviction_order(score, protection) >= live - floor, STAYS, unwilling(protection))
     key = graded(score, protection.position)
     return by_places(key.flatten(1), reluctance.flatten(1)).view_as(key)
 
 
 def unwilling(protection: Protection) -> Tensor:
-    """0 free to leave, 1 protected, 2 protected and the newest, 3 no token at all."""
+    """0 free to leave, 2 protected, 4 one of `ends`, and one more for the newest if it is protected; STAYS where there is no token."""
     newest = protection.position == protection.position.amax(-1, keepdim=True)
-    reluctance = protection.mask.int() + (protection.mask & newest).int()
-    return torch.where(protection.alive, reluctance, 3)
+    reluctance = 2 * protection.mask.int() + (protection.mask & newest).int()
+    if protection.ends is not None:
+        reluctance += 2 * protection.ends.int()
+    return torch.where(protection.alive, reluctance, STAYS)
 
 
 def by_places(key: Tensor, reluctance: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.torch.settle import Protection, by_places, eviction_order, graded, unwilling
+from kvdsl.runtime.torch.settle import STAYS, Protection, by_places, eviction_order, graded, unwilling
 
 
 def shares(weight: Tensor, capacity: Tensor, floor: Tensor, live: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def pooled(
         bound = capacity.expand(*protection.position.shape[:2], 1)
         takes = bound.isfinite() & may.view(-1, 1, 1)
         stays = (eviction_order(score, protection) >= protection.live - floor) | ~takes
-        reluctance.append(torch.where(stays, 3, unwilling(protection)).flatten(1).to(device))
+        reluctance.append(torch.where(stays, STAYS, unwilling(protection)).flatten(1).to(device))
         keys.append(graded(score, protection.position).flatten(1).to(device))
         over += torch.where(takes, protection.live - bound, 0.0).sum((1, 2)).to(device)
     leaves = by_places(torch.cat(keys, 1), torch.cat(reluctance, 1)) < over[:, None]

@@ -6,20 +6,32 @@
 
 namespace kvdsl {
 
-void Head::evict(const float* score, int n) {
+void Head::evict(const float* score, int n, bool ends_last) {
   n = n < live ? n : live;
   if (n <= 0) return;
   if (n == 1 && free_one(score)) return;
   resolve_tops();
   grade_candidates(score);
-  const Grade* const grades = grades_;
-  const int candidates = total([=](int i) { return grades[i] != above_all; });
+  const int candidates = ranked();
   if (candidates >= n) return free_lowest(n);
   const int32_t* const at = position;
-  const int last = -least([=](int i) { return -at[i]; });  // the newest that is there: the row's may have left before
+  const int newest_held = -least([=](int i) { return -at[i]; });  // the row's newest may have left before
   if (candidates > 0) free_lowest(candidates);
-  grade_protected(score, last);
-  free_lowest(n - candidates);
+  n -= candidates;
+  if (ends_last) {
+    grade_protected(score, newest_held, false);
+    const int others = ranked() < n ? ranked() : n;
+    if (others > 0) free_lowest(others);
+    n -= others;
+  }
+  if (n == 0) return;
+  grade_protected(score, newest_held, true);
+  free_lowest(n);
+}
+
+int Head::ranked() const {
+  const Grade* const grades = grades_;
+  return total([=](int i) { return grades[i] != above_all; });
 }
 
 int Head::nth_position(int n) const {
@@ -101,11 +113,12 @@ void Head::grade_candidates(const float* score) {
   }
 }
 
-void Head::grade_protected(const float* score, int last) {
+void Head::grade_protected(const float* score, int newest_held, bool ends) {
   const int32_t* const at = position;
+  const int first = ends ? -1 : first_, last = ends ? INT_MAX : last_;
   fill(grades_, [=](int i) {
-    const Grade own = at[i] == last ? above_all - 1 : grade(score[i]);
-    return at[i] >= 0 ? own : above_all;
+    const Grade own = at[i] == newest_held ? above_all - 1 : grade(score[i]);
+    return (at[i] > first) & (at[i] < last) & (at[i] >= 0) ? own : above_all;
   });
 }
 

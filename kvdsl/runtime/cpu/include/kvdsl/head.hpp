@@ -49,7 +49,7 @@ class Head : public Slots {
   // The n highest of x, which must stay as it is until evict(): grades are only worked out as far as they matter.
   void protect_top(const float* x, int n) {
     if (n <= 0) return;
-    if (n >= live) return protect_last(n);
+    if (n >= live) return protect_where([](int) { return true; });
     if (tops_ == max_tops) resolve_tops();
     top_[tops_++] = {x, n};
   }
@@ -78,8 +78,8 @@ class Head : public Slots {
   int kept_from() const { return last_; }
 
   // Frees the n lowest-scored unprotected slots. If there are fewer, all of those leave and then the lowest-scored
-  // protected ones, the newest token last.
-  void evict(const float* score, int n);
+  // protected ones, the newest token last; with `ends_last` those that first and last protect only when no others are left.
+  void evict(const float* score, int n, bool ends_last = false);
 
  private:
   static constexpr int max_tops = 4;
@@ -178,8 +178,11 @@ class Head : public Slots {
   // Ranks the slots that may leave.
   void grade_candidates(const float* score);
 
-  // Ranks all that is still held, the token at position `last` above the rest.
-  void grade_protected(const float* score, int last);
+  // Ranks all that is still held, or all but what first and last protect, the token at position `newest_held` above the rest.
+  void grade_protected(const float* score, int newest_held, bool ends);
+
+  // How many slots are ranked.
+  int ranked() const;
 
   // Frees the n lowest-ranked slots.
   void free_lowest(int n);
