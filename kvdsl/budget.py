@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import Any
+
+from kvdsl.errors import KvdslError
+
 ALLOWED = "give a number of tokens (512), or a rate of the prompt above 0 and up to 1.0, which is all of it (0.25)"
 
 
@@ -16,6 +22,33 @@ def tokens_or_rate(value: float) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"is {value:g}; {ALLOWED}")
     return float(value) if is_rate(value) else int(value)
+
+
+RATE = "give a rate of the prompt above 0 and up to 1, which is all of it, or a number of tokens as `budget`"
+
+
+def offers_ratio(params: Collection[str]) -> bool:
+    """Whether `ratio` is another way to give the budget: the policy has a param for that, and none of this name."""
+    return "budget" in params and "ratio" not in params
+
+
+def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -> dict[str, Any]:
+    """What is given for params, by name, with a `ratio` as the budget that it means: a rate, 1 as well as 1.0.
+
+    Raises:
+        KvdslError: if the policy has no such budget, if both are given, or if it is no rate.
+    """
+    rest = dict(given)
+    if "ratio" in params or rest.get("ratio") is None:
+        return rest if "ratio" in params else {name: value for name, value in rest.items() if name != "ratio"}
+    ratio = rest.pop("ratio")
+    if "budget" not in params:
+        raise KvdslError(f"{policy} has no param `budget` that a `ratio` could set")
+    if rest.get("budget") is not None:
+        raise KvdslError(f"`budget` and `ratio` of {policy} are both given; give one of them")
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio <= 1:
+        raise KvdslError(f"`ratio` of {policy} is {ratio!r}; {RATE}")
+    return {**rest, "budget": float(ratio)}
 
 
 def is_rate(value: float | None) -> bool:

@@ -510,7 +510,8 @@ KEEPS_IN_LAYER = _code(
 OVERPROTECTED = _code(
     "KV0424",
     "more protected than the budget keeps",
-    "If what is protected leaves too few tokens to evict, the lowest-scored protected tokens leave. `keep where position < prompt` "
+    "If what is protected leaves too few tokens to evict, protected tokens leave: what `keep top` and `keep where` protect before what "
+    "`keep first` and `keep last` do, of either the lowest-scored first; in edition 1 all alike. `keep where position < prompt` "
     "protects a prompt of any length, which a budget that does not grow with it cannot hold; so may several `keep` lines together. "
     "Under `cap hard`, room for a token is made before it comes, so that one token less is kept then. At a prompt's end, a cache "
     "warns where that happens.",

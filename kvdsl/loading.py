@@ -39,7 +39,7 @@ def load(
 
     Args:
         storage, rope: how caches lie in memory where their constructor is not told.
-        settings: defaults of params to change, as `--set` does.
+        settings: defaults of params to change, as `--set` does; `ratio=0.25` is a budget of a quarter of the prompt.
 
     Raises:
         DiagnosticError: if there is no such policy, or if it has errors; the text lists them.
@@ -109,6 +109,8 @@ def with_clauses(cache_class: type[KVCache], clauses: str, settings: Mapping[str
         )
     source, before = _MADE[cache_class]
     changed = set(re.findall(r"\bparam\s+(\w+)", clauses))
+    if "budget" in changed or settings.keys() & {"budget", "ratio"}:
+        changed |= {"budget"} if "ratio" in cache_class.spec.params else {"budget", "ratio"}
     kept = {name: value for name, value in before.items() if name not in changed}
     kept |= {name: str(value) for name, value in settings.items()}
     storage, rope = kept.pop("storage", None), kept.pop("rope", None)

@@ -154,13 +154,17 @@ def test_a_class_with_clauses() -> None:
 def test_settings_go_along() -> None:
     def budget(cache: type) -> str:
         text = Path(sys.modules[cache.__module__].__file__ or "").read_text()
-        return text.partition("budget: float = ")[2].partition(",")[0].partition("\n")[0]
+        return text.partition('"budget": ')[2].partition(" if budget is None")[0]
 
     small = kvdsl.load("h2o", budget=64)
     assert small.with_("when prefill") is kvdsl.load("h2o with when prefill", budget=64)
     assert budget(small.with_("when prefill")) == "64"
     assert budget(small.with_("param budget = 128")) == "128"  # what is said last holds
     assert budget(small.with_("when prefill", budget=32)) == "32"
+    rate = small.with_("when prefill", ratio=1)
+    assert rate is kvdsl.load("h2o with when prefill", ratio=1.0) is kvdsl.load("h2o with when prefill", budget=1.0)
+    assert rate.with_("keep first 1", budget=32) is kvdsl.load("h2o with when prefill with keep first 1", budget=32)
+    assert budget(rate.with_("param budget = 128")) == "128"
 
 
 def test_a_policy_in_a_string_can_get_clauses() -> None:

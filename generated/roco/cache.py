@@ -42,6 +42,7 @@ class RoCoCache(KVCache):
         model: a transformers model; its attention is prepared to serve this cache.
         budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
         protect: default budget / 2.
+        ratio: the budget as a rate of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
         rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
@@ -70,11 +71,12 @@ class RoCoCache(KVCache):
         self,
         model: Any,
         *,
-        budget: float = 512,
+        budget: float | None = None,
         protect: float | None = None,
+        ratio: float | None = None,
         storage: str | None = None,
         rope: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"budget": budget, "protect": protect}, storage=storage, rope=rope, backend=backend, seed=seed)
+        super().__init__(model, {"budget": 512 if budget is None and ratio is None else budget, "protect": protect, "ratio": ratio}, storage=storage, rope=rope, backend=backend, seed=seed)

@@ -59,7 +59,7 @@ struct RoCoPolicy : kvdsl::Policy {
     }
     head.protect_top(top_1, kvdsl::count(head.param(Number::protect)));
     head.protect_last(1);
-    head.evict(score, leaving);
+    head.evict(score, leaving, true);
   }
 };
 

@@ -25,7 +25,7 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
     sum_attn_squared = slots.column("sum_attn_squared")
     sum_attn = slots.column("sum_attn")
     keep.top(slots.sqrt((sum_attn_squared / slots.observed - (sum_attn / slots.observed).square()).clamp(min=0)), numbers["protect"])
-    keep.last(1)
+    keep.last(1, ends_last=True)
 
 
 def score(slots: View) -> Tensor | float:

@@ -57,7 +57,7 @@ def settle(
     columns,  # [2, R, H, N] float32: the state columns
     cache_rows,  # R
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets what is protected
+    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
     lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
     victims,  # [B, H, PIECES] int32: gets its slot
@@ -158,14 +158,14 @@ def settle(
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
         sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)
         score = tl.div_rn(sum_attn, observed)
-        keep = pos >= last
+        keep = tl.where(pos >= last, 2, 0)
         tl.store(work + i, score, mask=inside)
         tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
         tl.store(kept + i, keep, mask=inside)
         lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
     if evicting.arrive(arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain):
         victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
-        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, 0, 1, BLOCK)
+        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, 0, 1, 2, BLOCK)
         gone = evicting.evict(position, work, kept, slots, leaving, victim, (ops.count(number_protect),), 1, BLOCK)
 
 
@@ -244,7 +244,7 @@ def settle_prompt(
     columns,  # [2, B, H, N] float32: the state columns
     cache_rows,  # B
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets what is protected
+    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     newest,  # [B] int32: the position of the row's last token
     real,  # [B] bool: whether the row has had tokens
     numbers,  # [B, 2] float64
@@ -284,7 +284,7 @@ def settle_prompt(
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
         sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)
         score = tl.div_rn(sum_attn, observed)
-        keep = pos >= last
+        keep = tl.where(pos >= last, 2, 0)
         tl.store(work + i, score, mask=inside)
         tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
         tl.store(kept + i, keep, mask=inside)

@@ -56,7 +56,7 @@ def settle(
     gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
     half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets what is protected
+    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
     lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
     victims,  # [B, H, PIECES] int32: gets its slot
@@ -149,7 +149,7 @@ def settle(
         lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
     if evicting.arrive(arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain):
         victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
-        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, ops.count(number_sinks), 1, BLOCK)
+        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, ops.count(number_sinks), 1, 1, BLOCK)
         gone = evicting.evict(position, work, kept, slots, leaving, victim, (), 0, BLOCK)
         tl.debug_barrier()
         evicting.close_gaps(position, rank, gaps, slots, gone, BLOCK)
@@ -158,7 +158,7 @@ def settle(
 def settle_prompt(
     position,  # [B, H, N] int32
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets what is protected
+    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     newest,  # [B] int32: the position of the row's last token
     real,  # [B] bool: whether the row has had tokens
     numbers,  # [B, 2] float64

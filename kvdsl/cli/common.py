@@ -50,7 +50,7 @@ def _parse_settings(ctx: click.Context, param: click.Parameter, values: tuple[st
 
 set_option = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", callback=_parse_settings, shell_complete=completion.settings,
-    help="Change the default of one of the policy's params; may be repeated.",
+    help="Change the default of one of the policy's params; `ratio=0.25` is a budget of a quarter of the prompt. May be repeated.",
 )  # fmt: skip
 """`--set NAME=VALUE`, given to the command as `settings: dict[str, str]`."""
 

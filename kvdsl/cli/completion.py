@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
+from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.shipped import all_policies, separate
 
@@ -54,6 +55,8 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     for policy in _named(ctx):
         for name, default in _params(policy):
             items.setdefault(name, CompletionItem(f"{name}=", help=f"{policy}: {default}"))
+        if offers_ratio([name for name, _ in _params(policy)]):
+            items.setdefault("ratio", CompletionItem("ratio=", help=f"{policy}: the budget as a rate of the prompt"))
     return [item for name, item in items.items() if name.startswith(incomplete)]
 
 

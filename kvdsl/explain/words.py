@@ -134,7 +134,12 @@ def _protects(keep: Keep, policy: Policy) -> str:
 def _beyond(policy: Policy) -> Iterator[str]:
     """What happens where the budget does not hold all of it."""
     if policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps):
-        yield "if that is more than the budget keeps, its lowest-scored tokens leave, and a cache warns at the prompt's end"
+        which = (
+            "of what `keep top` and `keep where` protect the lowest-scored"
+            if policy.ends_last
+            else "its lowest-scored tokens"
+        )
+        yield f"if that is more than the budget keeps, {which} leave, and a cache warns at the prompt's end"
 
 
 def _selects(policy: Policy) -> Iterator[str]:

@@ -22,6 +22,7 @@ from kvpress.presses.base_press import BasePress
 from kvpress.utils import get_prerope_query_states
 from torch import Tensor, nn
 
+from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
 from kvdsl.loading import load
@@ -73,6 +74,7 @@ class PolicyPress(BasePress):
                     f"{self._spec.name} needs `{name}` from its caller: give a function, `supplied={{'{name}': f}}`, where "
                     f"`f(module, hidden_states)` returns a tensor [batch, KV heads or 1, tokens]"
                 )
+        self.settings = with_ratio(self.settings, self._spec.params, self._spec.name)
         unknown = sorted(set(self.settings) - set(self._spec.params))
         if unknown:
             known = ", ".join(self._spec.params) or "no params"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from kvdsl.budget import offers_ratio
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Pool, Select, TensorRef
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
@@ -22,12 +23,14 @@ class ParamPlan:
     Attributes:
         name: a checked identifier that is reserved nowhere.
         annotation, default: as the constructor's signature has them.
+        given: what the constructor hands on.
         help: what the docstring says of it.
     """
 
     name: str
     annotation: str
     default: str
+    given: str
     help: str
 
 
@@ -63,7 +66,7 @@ def numbers_plan(policy: Policy) -> NumbersPlan:
     """The numbers of a policy whose state columns are known."""
     resolve, numbers = list(_resolve(policy)), list(_numbers(policy))
     return NumbersPlan(
-        params=tuple(_param(param) for param in policy.params),
+        params=tuple(_param(param, {one.name for one in policy.params}) for param in policy.params),
         resolve=texts(resolve),
         numbers=tuple((name, made.text) for name, made in numbers),
         uses_torch="torch" in names_of(uses_of(*resolve, *(made for _, made in numbers)), "helper"),
@@ -86,13 +89,16 @@ def _numbers_of(policy: Policy) -> Iterator[Expr]:
     yield from () if policy.select is None else (policy.select.count,)
 
 
-def _param(param: Param) -> ParamPlan:
-    constant = isinstance(param.default, Number)
+def _param(param: Param, params: Collection[str]) -> ParamPlan:
+    constant, given = isinstance(param.default, Number), param.name
+    if constant and param.name == "budget" and offers_ratio(params):
+        constant, given = False, f"{_RESOLVE(param.default).text} if budget is None and ratio is None else budget"
     rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return ParamPlan(
         name=param.name,
         annotation="float" if constant else "float | None",
         default=_RESOLVE(param.default).text if constant else "None",
+        given=given,
         help=f"default {print_expression(param.default)}{' ' + param.unit if param.unit else ''}{rate}",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
@@ -60,6 +61,7 @@ class PackagePlan:
     Attributes:
         resolve: the statements that compute the numbers of a row from what the user gave. `resolve_uses_torch`: whether they, or
             the numbers' expressions, need torch.
+        ratio: whether the budget may be given as a `ratio`, too.
         tensors: of files, in the order of `SlotState.constants`: those of one row first; `tensor_names`: how kernels call them.
         given: what the caller gives of each token, in the order of `AttentionCall.supplied`.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
@@ -75,6 +77,7 @@ class PackagePlan:
     stem: str
     doc: tuple[str, ...]
     params: tuple[ParamPlan, ...]
+    ratio: bool
     tensors: tuple[Tensor, ...]
     tensor_names: tuple[str, ...]
     given: tuple[GivenPlan, ...]
@@ -124,6 +127,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         stem=policy.stem,
         doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()) or (f"The policy {policy.name}.",),
         params=numbers.params,
+        ratio=offers_ratio([param.name for param in policy.params]),
         tensors=policy.tensors,
         tensor_names=tuple(spelled(tensor.name) for tensor in policy.tensors),
         given=tuple(_given(given) for given in policy.given),

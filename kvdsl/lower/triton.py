@@ -87,7 +87,8 @@ class TritonPlan:
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
             `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
             many those are, with those that the loops work in, `tops` how many slots each `keep top` protects, and `ends` which of
-            `evicting`'s classes those at either end are. `reads_vectors`: whether the loops read keys, values or such tensors. `hard_cap`: whether it does so before its token is placed, as well.
+            `evicting`'s classes those at either end are. `reads_vectors`: whether the loops read keys, values or such tensors.
+            `hard_cap`: whether it does so before its token is placed, as well.
         settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.

@@ -114,7 +114,7 @@ def test_errors_are_one_json_object(
 
 def test_set_changes_a_default(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "compile", "roco", "--set", "budget=256")
-    assert "budget: float = 256" in Path("generated/roco/cache.py").read_text()
+    assert "256 if budget is None" in Path("generated/roco/cache.py").read_text()
 
 
 def test_a_policy_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,15 @@ CORNERS = {
         "param budget = 2\nscore -position\nkeep where position < 9",
         "prompt { attend 1; attend 0.5, 0.5; attend 0.25, 0.25, 0.5 }\nexpect protected 0..2\nexpect evicted 1",
     ),
+    "a sink is not for sale": (
+        "param budget = 4\nscore -position\nkeep first 2\nkeep top 3 by position",
+        "prompt { attend 1; attend 0.5, 0.5; attend 0.5, 0.25, 0.25; attend 1, 0, 0, 0; attend 1, 0, 0, 0, 0 }\n"
+        "expect protected 0..4\nexpect evicted 3",
+    ),
+    "what yields, by its score": (
+        "param budget = 2\nscore -position\nkeep first 1\nkeep where position > 1",
+        "prompt { attend 1; attend 0.5, 0.5; attend 0.5, 0.25, 0.25; attend 1, 0, 0, 0 }\nexpect evicted 1, 2",
+    ),
     "the last queries of all": (LAST, f"{TURNS}\nexpect score 0.5, 0.25, 0.25, 1.5, 0.5"),
     "the last queries of a prompt": (f"{LAST}\nwhen prefill", f"{TURNS}\nexpect score 0, 0, 0, 1.5, 0.5"),
     "a pool": (f"{POOL}\nkeep last 1", f"{POOLED}\nexpect score 0.1, 0.4, 0.4, 0.4"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from tests.hf import policies, zoo
 
 BUDGET = 12
@@ -78,6 +79,33 @@ def test_a_float_up_to_one_is_a_rate(budget: float, held: int) -> None:
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 40)), 5, cache=cache)
     assert (cache.positions(0) >= 0).sum(-1).tolist() == [[held, held]]
     assert ("budget=1.0" in repr(cache)) == (held == 40)
+
+
+@pytest.mark.parametrize(("ratio", "held"), [(1, 40), (1.0, 40), (np.int64(1), 40), (0.5, 20), (0.001, 1)])
+def test_a_ratio_is_always_a_rate(ratio: float, held: int) -> None:
+    model = zoo.model("llama")
+    cache = policies.make("tova", model, ratio=ratio)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 40)), 5, cache=cache)
+    assert (cache.positions(0) >= 0).sum(-1).tolist() == [[held, held]]
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, 2, float("nan"), True, "0.5"])
+def test_what_is_no_ratio(ratio: Any) -> None:
+    with pytest.raises(KvdslError, match="`ratio` of TOVA is .*; give a rate of the prompt above 0 and up to 1"):
+        policies.make("tova", zoo.model("llama"), ratio=ratio)
+
+
+def test_a_budget_is_given_once() -> None:
+    model = zoo.model("llama")
+    with pytest.raises(KvdslError, match="`budget` and `ratio` of TOVA are both given"):
+        policies.make("tova", model, budget=512, ratio=0.5)
+    with pytest.raises(TypeError, match="ratio"):
+        policies.make("full", model, ratio=0.5)
+    assert "budget=512" in repr(policies.make("tova", model)) and "budget=0.5" in repr(
+        policies.make("tova", model, ratio=0.5)
+    )
+    own = repr(policies.make("compression_ratio_decoding", model, ratio=1))
+    assert "ratio=1" in own and "budget" not in own
 
 
 def test_a_large_budget_is_written_out() -> None:

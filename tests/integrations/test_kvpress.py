@@ -110,6 +110,11 @@ def test_what_cannot_be_a_press(settings: dict[str, Any], message: str) -> None:
 def test_a_budget_twice(model: Any) -> None:
     with pytest.raises(KvdslError, match="given twice"):
         pressed(model, PolicyPress("h2o", compression_ratio=0.5, settings={"budget": 20}))
+    with pytest.raises(KvdslError, match="given twice"):
+        pressed(model, PolicyPress("h2o", compression_ratio=0.5, settings={"ratio": 0.25}))
+    with pytest.raises(KvdslError, match="`budget` and `ratio` of H2O are both given"):
+        PolicyPress("h2o", settings={"budget": 20, "ratio": 0.25})
+    assert PolicyPress("h2o", settings={"ratio": 1}).settings == {"budget": 1.0}
 
 
 def test_behind_another_press(model: Any) -> None:

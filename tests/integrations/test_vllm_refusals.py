@@ -8,7 +8,7 @@ import pytest
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_layer, refuse_layers, refuse_policy
-from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.integrations.vllm.settings import Settings, parsed
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
 
@@ -38,6 +38,16 @@ def test_a_budget_that_holds_less_than_is_kept() -> None:
 def test_a_budget_that_is_none(budget: float) -> None:
     with pytest.raises(KvdslError, match="`budget` of H2O"):
         Settings("h2o", (("budget", budget),)).state(0, 1)
+
+
+def test_a_ratio_is_a_rate() -> None:
+    """JSON has `1` for all of the prompt."""
+    with pytest.raises(KvdslError, match=r"`budget` of H2O is 1.0, a rate of each prompt"):
+        refuse_policy(parsed({"policy": "h2o", "ratio": 1}).state(0, 1))
+    with pytest.raises(KvdslError, match="`budget` and `ratio` of H2O are both given"):
+        parsed({"policy": "h2o", "ratio": 0.5, "budget": 12}).state(0, 1)
+    with pytest.raises(KvdslError, match="Full has no param `budget` that a `ratio` could set"):
+        parsed({"policy": "full", "ratio": 0.5}).state(0, 1)
 
 
 @pytest.mark.parametrize(

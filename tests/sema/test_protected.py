@@ -106,5 +106,10 @@ def test_it_is_explained() -> None:
     beyond = check(body(BUDGET, SCORE, "keep where position < prompt")).policy
     said = rows(facts(beyond))["protects"]
     assert any("its lowest-scored tokens leave" in line for line in said)
+    mixed = policy(BUDGET, SCORE, "keep first 4", "keep where mean(attn) > 0.1").model_copy(update={"ends_last": True})
+    assert any(
+        "of what `keep top` and `keep where` protect the lowest-scored leave" in line
+        for line in rows(facts(mixed))["protects"]
+    )
     ends = rows(facts(policy(BUDGET, SCORE, "keep first 4")))["protects"]
     assert not any("leave" in line for line in ends)

@@ -233,6 +233,36 @@ def test_settings_replace_defaults() -> None:
     assert [param.default for param in params] == [Number(value=64), Number(value=10)]
 
 
+def test_a_ratio_is_the_budget_as_a_rate() -> None:
+    from kvdsl.compiler import analyse, find_policy
+
+    for text in ("1", "1.0", "0.25"):
+        (ratio, _), (budget, _) = (
+            analyse(find_policy("h2o"), settings=given).policy.params
+            for given in ({"ratio": text}, {"budget": str(float(text))})
+        )
+        assert ratio == budget
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "2", "1.5"])
+def test_a_ratio_that_is_none(value: str) -> None:
+    found = only(WINDOW, "KV0216", ratio=value)
+    assert (found.message, found.span.text) == (f"`ratio` is {value}, and no rate of the prompt", value)
+    assert found.help is not None and "above 0 and up to 1" in found.help
+
+
+def test_a_ratio_where_it_has_no_place() -> None:
+    expect(WINDOW, "KV0216", "`budget` and `ratio` are both given", "ratio=0.5", "give one of them", ratio="0.5", budget="9")
+    expect(
+        body(),
+        "KV0215",
+        "the policy has no param `ratio`",
+        "ratio",
+        "it has no `budget` that a `ratio` could set",
+        ratio="1",
+    )
+
+
 def test_unknown_settings() -> None:
     expect(WINDOW, "KV0215", "the policy has no param `bugdet`", "bugdet", "did you mean `budget`?", bugdet="3")
     expect(WINDOW, "KV0215", "the policy has no param `x`", "x", "the params are `budget`", x="3")

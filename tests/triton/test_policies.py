@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.differential.cases import Case, Tally, compare
 from tests.differential import test_keeps
+from tests.differential.cases import Case, Tally, compare
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, draws_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.quick import few

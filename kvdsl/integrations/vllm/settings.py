@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
@@ -47,11 +48,13 @@ class Settings:
         Raises:
             KvdslError: if a param is none of the policy's, or no number that it may be.
         """
-        unknown = [name for name, _ in self.given if name not in self.spec.params]
+        spec = self.spec
+        named = with_ratio(dict(self.given), spec.params, spec.name)
+        unknown = [name for name in named if name not in spec.params]
         if unknown:
-            raise KvdslError(f"{self.spec.name} has no param `{unknown[0]}`; it has {', '.join(self.spec.params) or 'none'}")
-        given = dict.fromkeys(self.spec.params) | {name: param(self.spec.name, name, value) for name, value in self.given}
-        return slot_state(self.spec, given, layer=layer, layers=layers, head_offset=head_offset)
+            raise KvdslError(f"{spec.name} has no param `{unknown[0]}`; it has {', '.join(spec.params) or 'none'}")
+        given = dict.fromkeys(spec.params) | {name: param(spec.name, name, value) for name, value in named.items()}
+        return slot_state(spec, given, layer=layer, layers=layers, head_offset=head_offset)
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvdsl.budget import spelled
+from kvdsl.budget import spelled, with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
@@ -75,7 +75,8 @@ class KVCache(Cache):
         seed: int = 0,
     ) -> None:
         spec = self.spec.laid_out(storage, rope)
-        given = {name: param(spec.name, name, value) for name, value in given.items()}
+        named = with_ratio(given, spec.params, spec.name)
+        given = {name: param(spec.name, name, value) for name, value in named.items()}
         Settings(spec, given).refuse_hopeless()
         seed = random_seed(seed)
         model = unwrap(model)

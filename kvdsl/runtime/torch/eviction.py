@@ -417,6 +417,7 @@ def _too_many(held: Held, row: int, count: int, room: int) -> str:
         whose += ", each KV head" if state.spec.victims != "own" else ", a KV head"
     return (
         f"{state.spec.name} protects {count} tokens in row {row} ({whose}), but its budget keeps {room} of them: protected tokens leave, "
-        f"the lowest-scored first. Raise the budget, protect fewer, or have the budget grow with the prompt (`budget prompt + 512` in "
+        f"the lowest-scored first, and in edition 2 those of `keep first` and `keep last` last. "
+        f"Raise the budget, protect fewer, or have the budget grow with the prompt (`budget prompt + 512` in "
         f"the policy). `kvdsl explain {state.spec.stem}` says what is protected"
     )

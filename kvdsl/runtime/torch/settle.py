@@ -1,7 +1,7 @@
 """Who leaves: the order of eviction, in torch.
 
 The rules are design corners that every backend shares: the lowest score leaves first, a NaN ranks lowest, -0 equals +0, of equal
-scores the newer is kept; protected slots leave only when there are no others, those that are `ends` last, and the newest last among its equals.
+scores the newer is kept; protected slots leave only when there are no others, those that are `ends` last, and of either the newest last.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Setting(Measured):
     def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
         from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
 
-        if "budget" in settings:
+        if settings.keys() & {"budget", "ratio"}:
             raise click.UsageError("budgets are given by --budgets here, and not by --set")
         self.budgets = parse_budgets(budgets)
         self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
