@@ -24,6 +24,7 @@ from scripts.pages.policies import policy_page, policy_pages
 from scripts.pages.reach import reach_page, reached
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", COMMITTED)
 def test_pages_are_up_to_date(name: str) -> None:
     assert (DOCS / name).read_text(encoding="utf-8") == COMMITTED[name](), "run scripts/make_docs.py"
@@ -35,6 +36,7 @@ def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
         assert path.read_text(encoding="utf-8") in page
 
 
+@pytest.mark.nightly
 def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() -> None:
     page = reach_page()
     total, exact, near, missing = map(
@@ -48,6 +50,7 @@ def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() 
         assert one.link in page
 
 
+@pytest.mark.nightly
 def test_a_gallery_policy_has_a_page() -> None:
     page = policy_page(find_policy("keydiff"))
     assert "## policies/gallery/keydiff.kv" in page
