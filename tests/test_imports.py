@@ -71,6 +71,11 @@ def test_the_table_of_operations_needs_nothing(tmp_path: Path) -> None:
     assert not {"pydantic", "lark", "jinja2", "click", *HEAVY} & {*python(code, tmp_path).split()}
 
 
+def test_the_interpreter_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys, kvdsl.interp; print(*sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    assert not python(code, tmp_path).strip()
+
+
 @pytest.mark.nightly
 def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
     from kvdsl.cli import main
