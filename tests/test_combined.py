@@ -74,6 +74,7 @@ def test_clauses_behind_clauses_change_what_is_before() -> None:
     assert [kept.code for kept in analyse(found("h2o with when prefill, when decode")).diagnostics] == ["KV0207"]
 
 
+@pytest.mark.nightly
 def test_every_shipped_policy_can_get_a_clause() -> None:
     for path in all_policies():
         policy, base = analyse(found(f"{path.stem} with keep first 1, when prefill")), analyse(path).policy
@@ -185,6 +186,7 @@ def test_errors_of_a_class_with_clauses() -> None:
         Mine.with_("when prefill")
 
 
+@pytest.mark.nightly
 def test_a_cache_of_it_reaches_another_process(tmp_path: Path) -> None:
     from kvdsl.assets import load_reference_model
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import few
+
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "IPython"}
 IR = {"pydantic"}
@@ -39,7 +41,7 @@ def python(code: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", few(COMMANDS, "check", "compile", "explain"))
 def test_the_compiler_imports_nothing_heavy(tmp_path: Path, name: str) -> None:
     code = (
         "import sys, json, contextlib, io\n"
@@ -69,6 +71,12 @@ def test_the_table_of_operations_needs_nothing(tmp_path: Path) -> None:
     assert not {"pydantic", "lark", "jinja2", "click", *HEAVY} & {*python(code, tmp_path).split()}
 
 
+def test_the_interpreter_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys, kvdsl.interp; print(*sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    assert not python(code, tmp_path).strip()
+
+
+@pytest.mark.nightly
 def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
     from kvdsl.cli import main
 

@@ -28,6 +28,7 @@ from scripts.pages.reach import reach_page, reached
 from scripts.pages.results import HOLDS, REPRODUCED, results_page
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WRITTEN)
 def test_made_parts_are_up_to_date(name: str) -> None:
     assert (DOCS / name).read_text(encoding="utf-8") == with_parts(name, WRITTEN[name]), "run scripts/make_docs.py"
@@ -63,6 +64,7 @@ def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
         assert path.read_text(encoding="utf-8") in page
 
 
+@pytest.mark.nightly
 def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() -> None:
     page = reach_page()
     total, exact, near, missing = map(
@@ -76,6 +78,7 @@ def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() 
         assert one.link in page
 
 
+@pytest.mark.nightly
 def test_a_gallery_policy_has_a_page() -> None:
     page = policy_page(find_policy("keydiff"))
     assert "## policies/gallery/keydiff.kv" in page

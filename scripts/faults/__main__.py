@@ -86,7 +86,7 @@ def _failing(tree: Path, tests: list[str], which: str) -> str | None:
         return f"`{tests[0]}`, which never ends"
     if done.returncode in (0, 5):  # all passed, or there is none
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return f"`{failed[1]}`" if failed else f"`{tests[0]}`: {done.stdout[-200:]!r} {done.stderr[-200:]!r}"
 
 

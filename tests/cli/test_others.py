@@ -103,6 +103,7 @@ def test_doctor_without_a_cache_folder(capsys: pytest.CaptureFixture[str], monke
     assert "KVDSL_CACHE_DIR" in checks["kvdsl"]["help"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("targets", "code", "told"), [("cpu", 0, "decode"), ("cuda:90,cpu", 2, "Triton cannot be imported")]
 )

@@ -70,6 +70,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.out.endswith(" passed, 0 failed\n")
 
 
+@pytest.mark.nightly
 def test_without_tests_of_ones_own_the_shipped_ones_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine_test.kv").unlink()
     result = run(capsys, "test", "-k", "oldest or standard deviation or value's norm")

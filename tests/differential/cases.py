@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvdsl.ir.nodes import Policy
+from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.spec import PolicySpec
 
@@ -52,7 +53,7 @@ class Case:
         return "-".join(f"{k}={str(v).replace('torch.', '')}" for k, v in shown.items())
 
 
-def compare(policy: Policy, spec: PolicySpec, backend: str, case: Case) -> Tally:
+def compare(policy: Policy, spec: PolicySpec, backend: str | Backend, case: Case) -> Tally:
     """Run one case on a backend and, step by step, in the interpreter.
 
     Args:
@@ -70,6 +71,7 @@ def compare(policy: Policy, spec: PolicySpec, backend: str, case: Case) -> Tally
         rope=case.rope or "none",
         budget=case.budget if "budget" in spec.params else None,
     )
-    run = Run(policy, spec, choose(spec, backend, torch.device(case.device), case.dtype), trace)
+    served = choose(spec, backend, torch.device(case.device), case.dtype) if isinstance(backend, str) else backend
+    run = Run(policy, spec, served, trace)
     run.run()
     return run.tally

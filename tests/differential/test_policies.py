@@ -33,6 +33,8 @@ from .test_random import draws_seed
 from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
 
+pytestmark = pytest.mark.nightly
+
 CHUNKS, PER_CHUNK = 4, 45
 UNITS, PER_UNIT = 2, 20
 NEAR_SHARE = 0.05  # of so few policies; the long run's share, which is reported, is a tenth of it

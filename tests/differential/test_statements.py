@@ -7,6 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvdsl.compiler import compile_text
+from kvdsl.ir.nodes import Policy
+from kvdsl.passes.columns import add_columns
+from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
@@ -15,6 +19,8 @@ from tests.quick import few
 from tests.texts import policy_of, spec_of
 
 from .cases import Case, compare
+from .traces import spec_of as units_spec
+from .units import build
 
 PADDED = Case("p", batch=2, prompt=34, padding=5, steps=12, group=2, kv_heads=2)
 
@@ -279,22 +285,47 @@ VARIANTS = {
 NEAR_SHARE = 0.05
 
 
-@pytest.mark.parametrize("variant", few(VARIANTS, "cut"))
-@pytest.mark.parametrize("name", STATEMENTS)
-def test_backends_agree_with_the_interpreter(name: str, variant: str) -> None:
+def case_of(name: str, variant: str) -> Case:
     body, case = STATEMENTS[name]
-    policy, spec, case = policy_of(body), spec_of(body), replace(case, **VARIANTS[variant])
-    if spec.victims == "layers":
-        case = replace(case, at_once=1, layer=1)
-    if case.layers > 1:
+    case = replace(case, **VARIANTS[variant])
+    if "shared by layers" in body:
+        case = replace(case, at_once=1)
+    if "shared by layers" in body or case.layers > 1:
         case = replace(case, layer=1)  # of four
     if any("prompt" in size for size in body.splitlines() if "over last" in size):
         case = replace(case, cuts=1)
-    for backend in ("torch", "cpu") if spec.cpu_source.exists() else ("torch",):
-        total = compare(policy, spec, backend, case)
-        assert total.steps > 0
-        assert not total.failures, "\n".join(total.failures)
-        assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} on {backend}"
+    return case
+
+
+def check(policy: Policy, spec: PolicySpec, backend: str | Backend, case: Case) -> None:
+    total = compare(policy, spec, backend, case)
+    assert total.steps > 0
+    assert not total.failures, "\n".join([policy.doc, *total.failures])
+    assert total.near <= NEAR_SHARE * total.steps, f"{policy.doc}: {total.near} of {total.steps}"
+
+
+@pytest.mark.parametrize("variant", few(VARIANTS, "cut"))
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_torch_does_what_the_interpreter_does(name: str, variant: str) -> None:
+    body, _ = STATEMENTS[name]
+    check(policy_of(body), spec_of(body), "torch", case_of(name, variant))
+
+
+@pytest.mark.parametrize("variant", few(VARIANTS, "cut"))
+def test_cpp_does_what_the_interpreter_does(variant: str) -> None:
+    """All in one translation unit."""
+    named = {f"p{n}": name for n, name in enumerate(STATEMENTS)}
+    texts = {stem: f'kv 1\npolicy {stem.upper()} {{\n"{name}"\n{STATEMENTS[name][0]}\n}}\n' for stem, name in named.items()}
+    compiled = {stem: compile_text(text) for stem, text in texts.items()}
+    fused = [stem for stem, one in compiled.items() if "kernels_cpu.cpp" in one.files]
+    cases = {stem: case_of(named[stem], variant) for stem in fused}
+    specs = {stem: units_spec(compiled[stem].policy, compiled[stem].files) for stem in fused}
+    assert len(fused) > 80
+    backends = build(
+        {stem: (compiled[stem].files["kernels_cpu.cpp"], specs[stem], cases[stem].dtype) for stem in fused}, "-O0"
+    )
+    for stem in fused:
+        check(add_columns(compiled[stem].policy), specs[stem], backends[stem], cases[stem])
 
 
 def test_blocks_do_not_depend_on_how_the_prompt_is_cut() -> None:

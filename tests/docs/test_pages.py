@@ -43,7 +43,7 @@ def test_policies_check(document: str, tmp_path: Path) -> None:
 
 
 @needs_model
-@pytest.mark.parametrize("document", few(RUN, "README.md", "docs/seven_words.md", "docs/tutorial.md"))
+@pytest.mark.parametrize("document", few(RUN, "README.md"))
 def test_programs_and_commands(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -10,6 +10,8 @@ from kvdsl.policies import RoCoCache
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import load_reference_model, reference_model_path
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 700
 VANISHES = 2.0**-25
 """What is not larger than half of fp16's smallest number is 0 in it."""

@@ -17,6 +17,7 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import quote
 from kvdsl.ir.visitors import with_policy
 from kvdsl.source import SourceFile
+from tests.quick import thinned
 
 BAIT = "__import__('os').system('touch /tmp/owned')"
 
@@ -82,7 +83,7 @@ PLAIN = package(policy("Plain."), "")
 
 
 @pytest.mark.parametrize("stem", STEMS)
-@pytest.mark.parametrize("doc", PAYLOADS)
+@pytest.mark.parametrize("doc", thinned(PAYLOADS, 4))
 def test_docstrings_stay_docstrings_in_python(doc: str, stem: str) -> None:
     made, plain = package(policy(doc, stem), doc), package(policy("Plain.", stem), "")
     for name in ("__init__.py", "cache.py", "kernels_torch.py"):
@@ -99,7 +100,7 @@ def test_any_text_stays_a_docstring(text: str, payload: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("stem", STEMS[:2])
-@pytest.mark.parametrize("doc", PAYLOADS)
+@pytest.mark.parametrize("doc", thinned(PAYLOADS, 4))
 def test_docstrings_stay_comments_in_cpp(doc: str, stem: str, tmp_path: Path) -> None:
     made, plain = (package(policy(text, stem), text)["kernels_cpu.cpp"] for text in (doc, "Plain."))
     assert code_of(made, tmp_path) == code_of(plain, tmp_path)

@@ -20,6 +20,8 @@ from tests.gallery.formulas import METHODS
 from tests.gallery.reusing import REUSING
 from tests.quick import few
 
+pytestmark = pytest.mark.nightly
+
 STEMS = [path.stem for path in gallery_policies() + found_policies()]
 SMALL: dict[str, dict[str, float]] = {
     "adakv_kvpress": {"budget": 8, "window": 3},

@@ -17,6 +17,8 @@ from tests.gallery.reusing import REUSING
 from tests.interp.brute import Cache, Method
 from tests.interp.test_papers import DIM, compare, policy_of, trace
 
+pytestmark = pytest.mark.nightly
+
 SEEDS = (5, 0)
 """Of the texts."""
 

@@ -14,6 +14,7 @@ from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
 from tests.hf import policies, zoo
+from tests.quick import few
 
 ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1}
 
@@ -54,13 +55,9 @@ def models(family: str) -> tuple[Any, Any]:
     return one, other
 
 
-ONE_EACH = {family: list(POLICIES)[number % len(POLICIES)] for number, family in enumerate(FAMILIES)}
-"""The policy with which a family is tried in the quick suite; every policy meets several families."""
-
-
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(("family", "policy"), [
-    pytest.param(family, policy, marks=[] if policy == ONE_EACH[family] or family == "llama" else pytest.mark.nightly)
+    pytest.param(family, policy, marks=[] if family == "llama" else pytest.mark.nightly)
     for family in FAMILIES for policy in POLICIES
 ])  # fmt: skip
 def test_logits_are_those_of_the_kept_tokens_alone(family: str, policy: str, backend: str) -> None:
@@ -91,7 +88,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", few(PRECISIONS, "h2o"))
 def test_a_padded_row_says_what_it_says_alone(precision: str, backend: str) -> None:
     policy, params, dtype, bound = PRECISIONS[precision]
     model = zoo.make("Llama").to(dtype)

@@ -17,6 +17,8 @@ from kvdsl.runtime import graph
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 
+pytestmark = pytest.mark.nightly
+
 BUDGET, PROMPT = 16, 20
 
 

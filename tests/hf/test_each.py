@@ -12,6 +12,8 @@ import kvdsl
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
 
+pytestmark = pytest.mark.nightly
+
 STATEMENTS = {
     "dot": "select top 6 by dot(q, k)\n  keep first 2",
     "expression": "select top 6 by dot(q, k) - age / 100",

@@ -23,6 +23,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.mask import SlotMask
 from kvdsl.runtime.hf.versions import CACHE, cache_of, with_cache
 from tests.hf import policies, zoo
+from tests.quick import few
 
 BUDGET = 16
 
@@ -78,6 +79,7 @@ def test_a_text_that_grows_into_other_frequencies_is_read_anew(prompt: int) -> N
     assert ours.sequences.equal(other.generate(ids, max_new_tokens=12, do_sample=False))
 
 
+@pytest.mark.nightly
 def test_a_text_that_grows_into_other_frequencies_with_guesses() -> None:
     switching = {**SWITCHING, **copy.deepcopy(LONGROPE)}
     model = zoo.make("Phi3", **switching)
@@ -128,7 +130,7 @@ def test_a_layer_that_is_left_out() -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral-windowed"])
+@pytest.mark.parametrize("family", few(["llama", "gemma3", "gpt_oss", "mistral-windowed"], "gemma3"))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_no_query_sees_the_future_in_training(family: str, attention: str) -> None:
     """Checkpointed layers get no cache, with a mask that was made for one."""
@@ -187,6 +189,7 @@ def test_a_mask_for_slots_is_causal_by_itself(attention: str, padded: bool) -> N
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_threads_that_make_a_models_first_caches_together() -> None:
     """None of them fails, and a thread that knows nothing of kvdsl goes on as before."""
     model, other = zoo.make("Llama", num_hidden_layers=4), zoo.make("Llama", num_hidden_layers=4)
@@ -251,7 +254,7 @@ def test_two_models_that_share_a_config() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", few(["llama", "qwen3", "phi3", "gemma2"], "gemma2"))
 def test_a_ready_made_mask_at_a_step(family: str, backend: str) -> None:
     """One that hides cached tokens is refused; one that hides nothing, or says nothing of them, works."""
     model = zoo.model(family)
@@ -355,6 +358,7 @@ def test_float16_where_only_eager_attention_overflows() -> None:
         h2o(eager)
 
 
+@pytest.mark.nightly
 def test_linears_that_are_quantised_dynamically() -> None:
     model = torch.ao.quantization.quantize_dynamic(zoo.make("Llama"), {torch.nn.Linear}, dtype=torch.qint8)
     ids = zoo.prompt(1, 20)
@@ -367,6 +371,7 @@ def test_linears_that_are_quantised_dynamically() -> None:
     assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_weights_that_are_brought_for_each_forward(how: str, tmp_path: Any) -> None:
     """Such a model is looked at like any other, and its caches fit the same weights, wherever these lie."""
@@ -394,6 +399,7 @@ def test_weights_that_are_brought_for_each_forward(how: str, tmp_path: Any) -> N
         pickle.loads(pickle.dumps(own)).attach(model)
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_saved_while_a_cache_lives() -> None:
     """It arrives where nobody knows kvdsl."""
     model = zoo.make("Llama")
@@ -465,6 +471,7 @@ def test_padding_behind_text_where_every_layer_has_a_window() -> None:
     assert (torch.cat(logits[0], 1)[text] - torch.cat(logits[1], 1)[text]).abs().max() < 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_ready_made_masks_in_a_compiled_step(attention: str) -> None:
     """A graph cannot look at a mask's numbers, so one with a column for each cached token is no mask of ours there."""

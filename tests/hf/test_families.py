@@ -8,11 +8,13 @@ import pytest
 from torch import Tensor
 
 from tests.hf import policies, zoo
+from tests.quick import few
 
 LENGTH, NEW = 19, 10
 
 CASES = [(family, policy) for family in zoo.PROMISED for policy in policies.NAMES]
 CASES += [(family, policies.OBSERVING) for family in zoo.FAMILIES if family not in zoo.PROMISED]
+GATE = [(family, policy) for family in ("llama", "gemma2", "gpt_neox") for policy in ("h2o", "streaming_llm")]
 
 
 def inputs(batch: int) -> dict[str, Tensor]:
@@ -28,7 +30,7 @@ def expected(family: str, batch: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("family", "policy"), CASES)
+@pytest.mark.parametrize(("family", "policy"), few(CASES, *GATE))
 def test_budget_that_holds_everything_is_the_dynamic_cache(family: str, policy: str, batch: int) -> None:
     model = zoo.model(family)
     cache = policies.make(policy, model, budget=64)
@@ -36,7 +38,7 @@ def test_budget_that_holds_everything_is_the_dynamic_cache(family: str, policy: 
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("stem", ["Gemma3", "Llava", "Qwen2VL"])
+@pytest.mark.parametrize("stem", few(["Gemma3", "Llava", "Qwen2VL"], "Gemma3"))
 def test_text_of_multimodal_models(stem: str, batch: int) -> None:
     """Only the part that generates text is bound; the rest keeps its attention."""
     model, other = zoo.multimodal(stem), zoo.multimodal(stem)

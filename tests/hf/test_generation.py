@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
+from tests.quick import few
 
 BUDGETS = [12, 200]
 
@@ -36,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-windowed"])
+@pytest.mark.parametrize("family", few(["llama", "gemma2", "mistral-windowed"], "llama"))
 def test_chat_on_one_cache_is_the_whole_text(family: str) -> None:
     model, other = zoo.model(family), zoo.untouched(family)
     cache = policies.make(policies.OBSERVING, model, budget=200)
@@ -49,7 +50,7 @@ def test_chat_on_one_cache_is_the_whole_text(family: str) -> None:
     assert cache.get_seq_length() == text.shape[1] - 6
 
 
-@pytest.mark.parametrize("policy", policies.NAMES)
+@pytest.mark.parametrize("policy", few(policies.NAMES, "h2o", "streaming_llm"))
 def test_chat_with_left_padding(policy: str) -> None:
     model, other = zoo.model("llama"), zoo.untouched("llama")
     cache = policies.make(policy, model, budget=200)
@@ -264,6 +265,7 @@ def test_several_sequences_per_prompt() -> None:
 # -- ways of giving and taking text ------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_streamers() -> None:
     ids, tok = zoo.prompt(1, 15), tokenizer()
     plain = zoo.model("llama").generate(**zoo.plain(ids), max_new_tokens=9, do_sample=False, **with_cache(caches(12)[0]))
@@ -275,6 +277,7 @@ def test_streamers() -> None:
     assert issubclass(TextIteratorStreamer, TextStreamer)
 
 
+@pytest.mark.nightly
 def test_pipeline() -> None:
     tok = tokenizer()
     prompt = " ".join(f"w{index}" for index in zoo.prompt(1, 15)[0].tolist())

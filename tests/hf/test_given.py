@@ -19,6 +19,8 @@ from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
 from tests.hf.test_compile import assert_same_slots, decode, whole
 
+pytestmark = pytest.mark.nightly
+
 BUDGET, HEADS = 6, 2
 LEARNED = f"param budget = {BUDGET}\ngiven importance\nscore importance"
 

@@ -20,6 +20,8 @@ from scripts.matrix.subject import Subject, native
 from scripts.matrix.ways import WAYS
 from tests.hf import zoo
 
+pytestmark = pytest.mark.nightly
+
 DIVERSE = ("llama", "phi3", "gpt_oss", "gemma3_text", "gpt2", "mixtral")
 OF_OURS = ("generate within a budget", "generate behind the inner model")
 """Ways that ask for more than transformers' own cache does."""

@@ -26,6 +26,8 @@ from kvdsl.shipped import find_policy
 from tests.hf import policies, zoo
 from tests.quick import few
 
+pytestmark = pytest.mark.nightly
+
 TOKENS, BUDGET = 2000, 256
 
 

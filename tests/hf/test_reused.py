@@ -13,6 +13,8 @@ from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
 
+pytestmark = pytest.mark.nightly
+
 SIZES = {"tokens": 6, "start": 0, "again": 1}
 
 

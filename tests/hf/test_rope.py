@@ -20,6 +20,8 @@ from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Pairing, Rope
 from tests.hf import policies, zoo
 
+pytestmark = pytest.mark.nightly
+
 FURTHEST = 600
 """Tokens are compared at positions below."""
 

@@ -23,6 +23,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache, saving
 from kvdsl.runtime.hf.versions import cache_of, with_cache
 from tests.hf import policies, zoo
+from tests.quick import few
 
 _caches: list[Any] = []
 
@@ -35,7 +36,7 @@ def bound(family: str, **extra: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral-windowed", "qwen3"])
+@pytest.mark.parametrize("family", few(["llama", "gemma2", "gpt_oss", "mistral-windowed", "qwen3"], "llama"))
 def test_model_without_the_cache_is_itself(family: str) -> None:
     """Logits, and gradients of a padded batch, with no cache at all."""
     stem, sizes = zoo.FAMILIES[family]
@@ -65,7 +66,7 @@ def test_packed_texts_without_the_cache_are_kept_apart() -> None:
         assert (ours[:, 4:] - model(ids[:, 4:], use_cache=False).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-windowed"])
+@pytest.mark.parametrize("family", few(["llama", "gemma2", "mistral-windowed"], "llama"))
 def test_foreign_caches(family: str) -> None:
     stem, sizes = zoo.FAMILIES[family]
     model, other = bound(family), zoo.make(stem, **sizes)
@@ -102,6 +103,7 @@ def test_several_caches_interleaved() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.nightly
 def test_threads() -> None:
     """Four threads on two models, each with its own cache."""
     models = [zoo.model("llama"), zoo.model("gemma2")]
@@ -132,6 +134,7 @@ def test_a_released_model_takes_new_caches(own: str) -> None:
         model(ids, **with_cache(cache))
 
 
+@pytest.mark.nightly
 def test_saved_model_knows_nothing_of_kvdsl(tmp_path: Path) -> None:
     model = bound("llama")
     model.save_pretrained(tmp_path)
@@ -317,7 +320,7 @@ def went_on(model: Any, cache: Any) -> tuple[list[Tensor], Tensor]:
     return [cache.positions(layer) for layer in cache.managed], torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("policy", SAVED)
+@pytest.mark.parametrize("policy", few(SAVED, "roco"))
 def test_a_cache_that_was_pickled_goes_on_to_the_bit(policy: str) -> None:
     model = zoo.model("llama")
     cache = policies.make(policy, model, **SAVED[policy])
@@ -415,6 +418,7 @@ def test_a_loaded_cache_serves_its_model_in_another_dtype() -> None:
     assert (ours.float() - theirs).abs().max() < 0.1 * theirs.abs().max()
 
 
+@pytest.mark.nightly
 def test_threads_that_load_a_policy_at_once() -> None:
     """Its package is imported once; who comes while that goes on waits."""
     text = 'kv 1\npolicy AtOnce {\n  "A test."\n  param budget = 8\n  score min(mean(attn), std(attn)) + mean(attn)\n}\n'

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.hf import policies, zoo
 
+pytestmark = pytest.mark.nightly
+
 LENGTHS = (75, 66, 70)
 
 

@@ -88,9 +88,7 @@ FOLDS = ("lazy_eviction", "gkv")
 SERVED = [(name, backend) for name in POLICIES for backend in ("torch", "cpu") if backend == "torch" or name not in FOLDS]
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), few(SERVED, *((name, "torch" if name in FOLDS else "cpu") for name in POLICIES))
-)
+@pytest.mark.parametrize(("name", "backend"), few(SERVED, ("roco", "cpu"), ("halves", "cpu"), ("gkv", "torch")))
 def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
     plain, looked_up = cache_for(name, backend=backend), cache_for(name, backend=backend)
     found = generate("llama", looked_up, prompt_lookup_num_tokens=5)  # transformers 4.57 may go a few tokens too far
@@ -98,9 +96,7 @@ def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
     same(looked_up, plain)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), few(PAIRS, ("llama", "halves"), ("mistral-windowed", "roco"), ("gpt_neox", "h2o"))
-)
+@pytest.mark.parametrize(("family", "name"), few(PAIRS, ("gpt_neox", "h2o")))
 def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
     if family == "mistral-windowed" and zoo.WINDOWS_STUMBLE:
         pytest.skip("the assistant's own cache, which is transformers', fails")

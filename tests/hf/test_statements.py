@@ -14,6 +14,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
+from tests.quick import thinned
 
 NEW: dict[str, dict[str, float]] = {
     "knorm": {"budget": 20},
@@ -78,14 +79,14 @@ def text(*lengths: int) -> dict[str, torch.Tensor]:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", thinned(NEW, 4))
 def test_with_room_for_everything_it_is_the_full_cache(name: str) -> None:
     inputs = text(50, 38)
     ours = zoo.greedy(model(), inputs, 12, cache=roomy(name))
     zoo.assert_same_text(ours, zoo.greedy(untouched(), inputs, 12))
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", thinned(NEW, 4))
 def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
     together = make(name)
     tokens, logits = zoo.greedy(model(), text(66, 50, 37), 12, cache=together)
@@ -97,7 +98,7 @@ def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
         assert kept(together, row) == kept(alone, 0)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", thinned(NEW, 4))
 def test_it_changes_the_text(name: str) -> None:
     """Otherwise the comparisons above would compare nothing."""
     inputs = text(66)
@@ -105,7 +106,7 @@ def test_it_changes_the_text(name: str) -> None:
     assert (ours - zoo.greedy(untouched(), inputs, 12)[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", thinned(NEW, 4))
 def test_copies_and_resets(name: str) -> None:
     cache, ids = make(name), text(60)["input_ids"]
     with torch.no_grad():
@@ -120,7 +121,7 @@ def test_copies_and_resets(name: str) -> None:
         assert torch.equal(model()(ids[:, 50:51], **with_cache(cache)).logits, first)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", thinned(NEW, 4))
 def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
     ids = text(50, 50)["input_ids"]
     cache, swapped = make(name), make(name)

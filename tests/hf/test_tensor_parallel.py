@@ -14,6 +14,8 @@ import torch
 from tests.hf import zoo
 from tests.hf.tensor_parallel_worker import NAMES, results
 
+pytestmark = pytest.mark.nightly
+
 RANKS = 2
 ROOT = Path(__file__).parents[2]
 

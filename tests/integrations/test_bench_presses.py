@@ -14,6 +14,8 @@ from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.shapes import shaped_model
 from kvdsl_lab.bench.shares import watching
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(("budget", "left"), [(16, 16), (0.5, 20), (64, 40)])
 def test_a_press_leaves_the_budget_of_the_prompt(budget: float, left: int) -> None:

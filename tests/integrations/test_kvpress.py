@@ -19,6 +19,8 @@ from kvdsl.errors import KvdslError  # noqa: E402
 from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
 from kvdsl.runtime.hf.versions import with_cache  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 80
 IDS = torch.randperm(100, generator=torch.Generator().manual_seed(0))[None, :TOKENS]  # none twice: equal keys would tie
 

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import make_notebooks
 
+pytestmark = pytest.mark.nightly
+
 POLICY = 'kv 1\npolicy Calm {\n  "The latest."\n  param budget = 8\n  score position\n}\n'
 NOTEBOOKS = make_notebooks.notebooks()
 

@@ -31,6 +31,8 @@ from kvdsl.tensorfile import Stored, written  # noqa: E402
 from tests.integrations.presses import COUNTERPARTS  # noqa: E402
 from tests.integrations.test_kvpress import IDS, TOKENS, llama, pressed  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 Kept = list[list[list[int]]]
 """By layer and head."""
 

@@ -15,6 +15,8 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.texts import spec_of
 
+pytestmark = pytest.mark.nightly
+
 TOKENS, BUDGET, HEADS, GROUP, DIM = 60, 24, 2, 2, 8
 ROPE = Rope(10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4), "half")
 

@@ -1,4 +1,4 @@
-"""The papers' policies, and short spellings for IR trees, so that these tests need no front-end."""
+"""Short spellings for IR trees, so that these tests need no front-end."""
 
 from __future__ import annotations
 
@@ -79,8 +79,6 @@ def sketch(count: float, by: Expr, every: float) -> Sketch:
 ATTN, LOGIT, Q, K, V = (read(name) for name in ("attn", "logit", "q", "k", "v"))
 POSITION = read("position")
 NORM1_V = over("sum", "dim", call("abs", V))
-ABOVE_AVERAGE = binary(ATTN, ">", over("mean", "slot", ATTN))
-HALF = binary(read("budget"), "/", num(2))
 
 
 def bounded(score: Expr, *keeps: Keep, budget: float = 8, params: tuple[Param, ...] = (), **more: object) -> Policy:
@@ -115,11 +113,4 @@ def where(condition: Expr) -> Keep:
 
 Expr_ = (Number, ParamRef, Input, Random, Call, Binary, Reduce, Pool)
 
-FULL = Policy(name="Full", stem="full")
 RANDOM = bounded(Random())
-WINDOW = bounded(POSITION, last(1))
-H2O = bounded(queries("sum", ATTN), last(HALF))
-SCISSORHANDS = bounded(queries("sum", ABOVE_AVERAGE), last(HALF))
-TOVA = bounded(queries("last", ATTN))
-ROCO = bounded(queries("mean", ATTN), top(HALF, queries("std", ATTN)), last(1))
-VATP_H2O = bounded(binary(queries("sum", ATTN), "*", NORM1_V), first(2), last(HALF))

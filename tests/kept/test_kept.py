@@ -14,6 +14,7 @@ import pytest
 from kvdsl.shipped import all_policies
 from scripts.kept.record import compare
 from scripts.kept.texts import TEXTS
+from tests.quick import few
 
 FILE = Path(__file__).with_name("kept.json")
 RECORDS: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -33,7 +34,7 @@ def test_a_record_tells_of_something(stem: str) -> None:
     assert (everything and "reads" not in told) == (stem == "full")
 
 
-@pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: chunk[0])
+@pytest.mark.parametrize("chunk", few(CHUNKS, CHUNKS[0]), ids=lambda chunk: chunk[0])
 def test_the_interpreter_and_torch(chunk: list[str]) -> None:
     """In the shortest text; the nightly test runs all of them, and kernels."""
     assert compare({stem: RECORDS[stem] for stem in chunk}, ["torch"], ["48"]) == {}

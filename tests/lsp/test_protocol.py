@@ -303,6 +303,7 @@ def test_what_is_wrong_in_an_import_is_told_at_it(tmp_path: Path) -> None:
     assert [one.range.start.line for one in found if one.severity == lsp.DiagnosticSeverity.Error] == [2]
 
 
+@pytest.mark.nightly
 def test_a_folder_is_found_by_its_address(tmp_path: Path) -> None:
     """In which `#` and spaces are spelled otherwise; and one that is added later is one of them."""
     child = 'kv 1\nimport "../mine.kv"\n\npolicy Child extends Mine {\n  "C."\n  keep first weight\n}\n'

@@ -13,6 +13,8 @@ from kvdsl.runtime.state.slots import SlotState
 from tests.runtime.test_prefill import LOGITS, ROUNDING, WATCH, Case, Matrix, served_by
 from tests.texts import spec_of
 
+pytestmark = pytest.mark.nightly
+
 FAR = [1e5, 1e7, 1e9, 1e10, 1e12, 1e15, 1e18, 1e30]
 
 CASES = {

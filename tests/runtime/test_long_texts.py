@@ -20,6 +20,8 @@ from kvdsl.runtime.state.slots import SlotState
 from tests.hf import zoo
 from tests.quick import few
 
+pytestmark = pytest.mark.nightly
+
 HEADS, DIM, STEPS = 2, 16, 25
 AGES = 'kv 1\n\npolicy Ages {\n  "By lot and by age."\n  param budget = 12\n  score random() - (age % 3) * 2\n  keep last 2\n}\n'
 RINGS = (

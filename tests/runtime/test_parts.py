@@ -10,6 +10,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
+from tests.quick import thinned
 from tests.texts import spec_of
 
 TOKENS = 90
@@ -48,7 +49,7 @@ def kept(state: SlotState) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("policy", [*POLICIES, pytest.param(IN_BLOCKS, id="in blocks")])
+@pytest.mark.parametrize("policy", [*thinned(POLICIES, 3), pytest.param(IN_BLOCKS, id="in blocks")])
 def test_a_prompt_in_parts(policy: str, backend: str) -> None:
     (one, whole), (other, parts) = (served(policy, backend, call(), cuts) for cuts in ((), CUTS))
     assert kept(one) == kept(other)

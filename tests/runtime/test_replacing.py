@@ -16,6 +16,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
+from tests.quick import few
 
 BATCH, HEADS, DIM, LIVE = 2, 3, 16, 40
 BACKENDS = ("torch", "cpu")
@@ -62,7 +63,7 @@ class Run:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", GIVEN)
+@pytest.mark.parametrize("policy", few(GIVEN, "h2o"))
 def test_backends_replace_alike(policy: str, dtype: torch.dtype, padded: bool) -> None:
     runs = [Run(policy, name, dtype) for name in BACKENDS]
     for run in runs:

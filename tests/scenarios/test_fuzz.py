@@ -9,6 +9,7 @@ import pytest
 from kvdsl.compiler import shipped_policies
 from kvdsl.diagnostics import render_github, render_human, render_json
 from kvdsl.syntax.reader import MAX_BYTES
+from tests.quick import thinned
 from tests.scenarios.harness import check
 from tests.work import calls
 
@@ -30,7 +31,7 @@ def mutated(draw: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", thinned(range(20), 10))
 def test_mutated_tests(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(10):
@@ -40,6 +41,7 @@ def test_mutated_tests(seed: int) -> None:
         render_github(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "steps",
     [

@@ -224,6 +224,7 @@ def test_empty_ranges() -> None:
     assert (found.message, found.help) == ("the range `9..1` is empty", "did you mean `1..9`?")
     found = only(body("param a = 1", "param budget = 8 in a..", "score age"), "KV0407")
     assert found.message == "the end of a range is a constant, but `a` is not"
+    assert check(body("param budget = 8 in 8..8", "score age")).ok
 
 
 def test_settings_replace_defaults() -> None:

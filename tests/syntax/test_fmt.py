@@ -156,6 +156,12 @@ def test_neighbours_stand_below_each_other() -> None:
     """)
 
 
+def test_what_would_not_fit_is_not_aligned() -> None:
+    sums = " + ".join(["1"] * 29)
+    text = formatted(f'kv 1\n\npolicy P {{\n  "d"\n  param a = {sums} + 1\n  param abcd = 2\n  score age\n}}\n')
+    assert f"  param a = {sums} + 1\n  param abcd = 2\n" in text
+
+
 def test_default_arguments_are_not_what_is_aligned() -> None:
     text = """\
       let f(x = 1) = x

@@ -27,7 +27,7 @@ NUMBERS: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize(
-    "policy", few(["full", "h2o", "roco", "snapkv", "streaming_llm", "equip_h2o", "sparcas", "quest"], "roco", "sparcas")
+    "policy", few(["full", "h2o", "roco", "snapkv", "streaming_llm", "equip_h2o", "sparcas", "quest"], "roco")
 )
 def test_a_policy_sees_the_same(policy: str) -> None:
     spec = kvdsl.load(policy).spec

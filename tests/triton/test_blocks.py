@@ -12,7 +12,7 @@ from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_blocks import Run, assert_same, check_pool, runs
 from tests.runtime.test_blocks import folder as folder  # the fixture
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 GIVEN: dict[str, dict[str, float]] = {
     "full": {},  # the pool grows

@@ -64,7 +64,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("processors", few([1, 12, 999], 12))
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", few(BODIES, "pages"))
 def test_any_number_of_programs(body: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 4 if pages else 8)
     monkeypatch.setattr(backend, "_PROCESSORS_IN_THE_INTERPRETER", processors)
@@ -78,19 +78,22 @@ def test_any_number_of_programs(body: str, processors: int, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("inputs", few(["ties", "equal", "nan"], "equal"))
-@pytest.mark.parametrize("body", ["slots", "ends", "pages"])
+@pytest.mark.parametrize("body", few(["slots", "ends", "pages"], "ends"))
 def test_a_slot_for_each_program(body: str, inputs: str) -> None:
     check(twins(body, Shape(prompt=14, pad=3, dim=32, inputs=inputs), 12))
 
 
-@pytest.mark.parametrize("inputs", few(["ties", "equal", "nan"], "ties", "equal"))
-@pytest.mark.parametrize(("body", "tokens"), [("slots", 1), ("slots", 40), ("slots", 500), ("pages", 4), ("pages", 500)])
+@pytest.mark.parametrize("inputs", few(["ties", "equal", "nan"], "ties"))
+@pytest.mark.parametrize(
+    ("body", "tokens"), few([("slots", 1), ("slots", 40), ("slots", 500), ("pages", 4), ("pages", 500)], ("slots", 40))
+)
 def test_equals_of_several_programs(body: str, tokens: int, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few, most and all of them are chosen."""
     monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 4 if pages else 8)
     check(twins(body, replace(SMALL, inputs=inputs, batch=1, window=45), tokens))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("body", "keeps"),
     [
@@ -106,6 +109,7 @@ def test_all_are_protected(body: str, keeps: str, monkeypatch: pytest.MonkeyPatc
     check(twins("protected", replace(SMALL, window=48), 29 if keeps == "keep first 24" else 64))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scale", few([2.0**-9, 2.0**-3, 2.0**9], 2.0**-3))
 @pytest.mark.parametrize("body", ["ends", "pages"])
 def test_products_beyond_the_levels(body: str, scale: float) -> None:
@@ -113,6 +117,7 @@ def test_products_beyond_the_levels(body: str, scale: float) -> None:
     check(twins(body, SMALL, 12, scale))
 
 
+@pytest.mark.nightly
 def test_few_are_candidates() -> None:
     """Those that are chosen, and those of the last one's level."""
     tokens, prompt = 20, 400

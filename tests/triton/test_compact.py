@@ -58,6 +58,7 @@ def test_several_tokens_in_one_call(body: str) -> None:
     compare(body, given, budget=12, prompt=30, steps=1, at_once=10, fused="triton")
 
 
+@pytest.mark.nightly
 def test_many_gaps_are_closed_at_once() -> None:
     """A prompt may leave more than a prune does: ranks move across several blocks."""
     body = HEAVY + "\nwhen decode"
@@ -97,6 +98,7 @@ def test_backends_may_take_turns() -> None:
             assert not state.length.numel()
 
 
+@pytest.mark.nightly
 def test_a_cache_that_grows() -> None:
     body = f"{HEAVY}\ntrigger overflow >= 0"
     given = Random(1, 16, torch.float32, rope_of(16))

@@ -15,6 +15,8 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.test_compact import rope_of
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 
 

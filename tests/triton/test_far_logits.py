@@ -14,6 +14,8 @@ from tests.runtime.test_far_logits import clear, scaled
 from tests.runtime.test_prefill import ROUNDING, WATCH, Case, Matrix
 from tests.texts import spec_of
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 CASES = {
     "causal": Case(),

@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.test_flat import assert_same, pair
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 
 def test_heads_of_different_lengths() -> None:

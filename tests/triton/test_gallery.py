@@ -16,7 +16,7 @@ from tests.quick import few
 
 from .interpreter import heads_for, with_kernels
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 TRACE = Trace(prompt=22, steps=4, batch=2, padding=2, layers=(2,), seed=4)
 

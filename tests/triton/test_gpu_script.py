@@ -16,6 +16,8 @@ from scripts.gpu import in_place, variants
 from scripts.gpu.__main__ import _stage
 from scripts.gpu.setting import STAGES
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 COMPILER = ("click", "jinja2", "lark", "pydantic", "platformdirs", "rich")
 LACKING = """

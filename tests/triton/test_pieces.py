@@ -10,6 +10,7 @@ from kvdsl.runtime.gpu import backend
 from kvdsl.runtime.gpu.sizes import SETTLERS_PER_PROCESSOR
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
+from tests.quick import few
 from tests.texts import spec_of
 from tests.triton.test_poison import call, kept
 
@@ -41,8 +42,8 @@ def steps(state: SlotState, served: str) -> list[torch.Tensor]:
     return [server.decode(state, call(1, make, torch.float32)) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("processors", [1, 3, 64])
-@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("processors", few([1, 3, 64], 3))
+@pytest.mark.parametrize("keeps", few(KEEPS, "staged"))
 def test_any_number_of_programs(keeps: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_PROCESSORS_IN_THE_INTERPRETER", processors)
     ours, theirs = begun(KEEPS[keeps]), begun(KEEPS[keeps])
@@ -54,6 +55,7 @@ def test_any_number_of_programs(keeps: str, processors: int, monkeypatch: pytest
     assert not tensors["arrived"].any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("keeps", ["ends", "staged"])
 def test_some_of_the_last_tokens_have_left(keeps: str) -> None:
     """So that those which are protected are not the last ones of the text."""

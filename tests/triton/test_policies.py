@@ -12,7 +12,7 @@ from tests.differential import test_keeps
 from tests.differential.cases import Case, Tally, compare
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, draws_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
-from tests.quick import few
+from tests.quick import few, thinned
 from tests.texts import policy_of, spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -36,7 +36,7 @@ def test_every_policy_has_kernels(policy: str) -> None:
 @pytest.mark.parametrize("numbers", [
     pytest.param(range(100, 101), id="one"), pytest.param(range(101, 104), id="more", marks=pytest.mark.nightly),
 ])  # fmt: skip
-@pytest.mark.parametrize("policy", few(POLICIES, "roco", "streaming_llm", "adakv", "quest", "equip_h2o", "sparcas"))
+@pytest.mark.parametrize("policy", few(POLICIES, "roco", "equip_h2o", "sparcas"))
 def test_random_traces(policy: str, numbers: range) -> None:
     cases = [random_case(policy, number) for number in numbers]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
@@ -86,12 +86,11 @@ CORNERS = {
 }
 
 
-LONG = ("nearly everything protected", "padding, compact", "several tokens, compact", "zeros")
-"""Which take seconds, and whose parts are in others."""
-
-
 @pytest.mark.usefixtures("watched_overflow")
-@pytest.mark.parametrize("corner", few(CORNERS, *(name for name in CORNERS if name not in LONG)))
+@pytest.mark.parametrize(
+    "corner",
+    few(CORNERS, "tails and splits", "half precision", "padding", "NaN", "ties", "several tokens", "one slot, compact"),
+)
 def test_corners(corner: str) -> None:
     total = run([CORNERS[corner]])
     assert total.steps > 0
@@ -137,15 +136,11 @@ COUNTS = re.compile(r"^budget (?!.*across layers).*(over slots|seen|enough|live)
 
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not (COUNTS.search(text) and "when prefill" not in text) and not any(
     word in text for word in ("_pool", "dot(", "select", "sketch", "shared by layers"))]  # fmt: skip
-SELECTING = (
-    "select of a part",
-    "compact selection",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("select", "select pages", "sketch")),
-)
+SELECTING = few(["select of a part", "compact selection", "select", "select pages", "sketch"], "select of a part")
 
 
 @pytest.mark.filterwarnings("ignore:.*KV0424:UserWarning")
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 30))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 30))])
 def test_keeps_that_exceed_the_budget(seed: int) -> None:
     text, edition = test_keeps.overprotecting(seed)
     spec = spec_of(text, edition)
@@ -162,7 +157,7 @@ def test_heads_that_agree_yield_together() -> None:
     assert not compare(policy_of(text, 2), spec, "triton", replace(case, steps=4)).failures
 
 
-@pytest.mark.parametrize("name", [*NAMES, *LAZY, *SELECTING])
+@pytest.mark.parametrize("name", [*thinned(NAMES, 8), *few(LAZY, "lazily", "functions"), *SELECTING])
 def test_statements(name: str) -> None:
     if name in LAZY:
         case = Case("p", batch=2, prompt=34, padding=5, group=2, rope="half" if "compact" in name else None)

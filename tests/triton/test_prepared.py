@@ -15,6 +15,8 @@ from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl_lab.bench.decode import Shape
 from tests.triton.stub import BEFORE_ARGUMENTS, served, stub_driver
 
+pytestmark = pytest.mark.nightly
+
 SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=64, live=100, dtype="fp16")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.torch import statistics
 from tests.differential import test_statements
 from tests.differential.cases import compare
+from tests.quick import few
 from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt
 from tests.texts import policy_of, spec_of
 
@@ -41,17 +40,12 @@ def check(text: str, case: Case) -> None:
     check_prompt(choose(spec, "triton", CPU, case.dtype), spec, short)
 
 
-def spread(names: Iterable[str]) -> list[Any]:
-    """A prompt in three forwards is three times the work for the interpreter: those are nightly tests."""
-    return [pytest.param(name, marks=[pytest.mark.nightly] if CASES[name].cuts > 1 else []) for name in names]
-
-
-@pytest.mark.parametrize("name", spread(CASES))
+@pytest.mark.parametrize("name", few(CASES, "causal", "padded window", "softcap", "bfloat16"))
 def test_columns(name: str) -> None:
     check(FEW, CASES[name])
 
 
-@pytest.mark.parametrize("name", spread(["sinks", "padded window", "three forwards of a window"]))
+@pytest.mark.parametrize("name", few(["sinks", "padded window", "three forwards of a window"], "padded window"))
 @pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
 def test_every_rule(text: str, name: str) -> None:
     check(text, CASES[name])

@@ -21,7 +21,7 @@ from tests.differential.traces import random_trace, run_policy
 
 from .interpreter import defined, with_kernels
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 FEW, MANY = 1, 16
 

@@ -9,6 +9,8 @@ import pytest
 from kvdsl.runtime.gpu.loops import AMD, NVIDIA, loops
 from tests.cli.harness import run
 
+pytestmark = pytest.mark.nightly
+
 SOURCE = """
 def outer(n):
     # Over all blocks.

@@ -12,7 +12,7 @@ from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_rope_cached import Run
 from tests.runtime.test_rope_cached import specs as specs  # the fixture: EQUIP_H2O, and the same that keeps nothing
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
 
-pytestmark = pytest.mark.usefixtures("small_blocks")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
 
 CPU = torch.device("cpu")
 HEADS, GROUP, DIM = 2, 3, 32

@@ -7,6 +7,8 @@ import pytest
 import kvdsl
 from tests.runtime.test_undo import SHIPPED, check_taking_back
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("name", ["vatp_scissorhands", "lazy_streaming"])  # columns and rings; ranks and lengths
 def test_what_was_taken_back_never_happened(name: str) -> None:

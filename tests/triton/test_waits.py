@@ -26,6 +26,8 @@ from tests.quick import few
 
 from .waits import Waits
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 HEADS, GROUP, DIM, PROMPT = 1, 2, 16, 40
 
