@@ -156,10 +156,10 @@ reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/
 	  $(KVDSL) reproduce $$paper --quick --out build/reproduce || exit 1; \
 	done
 
-torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: benchmarks/results/torture.json
+torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: results/torture.json
 	$(PY) -m scripts.torture $(if $(ONLY),--only '$(ONLY)')
 
-matrix: $(READY)  ## kvdsl's cache in every causal language model of transformers: benchmarks/results/matrix.json (ONLY=Llama,Phi3)
+matrix: $(READY)  ## kvdsl's cache in every causal language model of transformers: results/matrix.json (ONLY=Llama,Phi3)
 	$(PY) -m scripts.matrix $(if $(ONLY),--only '$(ONLY)')
 
 gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and a whole model (STAGE=right: one stage)

@@ -8,9 +8,9 @@ prompt at once and then token by token, and tells how long that took, how well i
 Time and memory are measured in runs of their own. An allocator keeps what is freed for later, so that equal contestants may differ by a
 third in what their processes occupy; one that gives everything back at once shows what is really needed, and takes time for that.
 
-benchmarks/peers.py --out benchmarks/results/cpu/peers.json
-benchmarks/peers.py --memory --out benchmarks/results/cpu/peers_memory.json
-benchmarks/peers.py --table benchmarks/results/cpu/peers.json
+benchmarks/peers.py --out results/cpu/peers.json
+benchmarks/peers.py --memory --out results/cpu/peers_memory.json
+benchmarks/peers.py --table results/cpu/peers.json
 """
 
 from __future__ import annotations

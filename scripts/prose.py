@@ -60,8 +60,8 @@ def _filled(lines: list[str]) -> list[str]:
 
 
 def pages() -> Iterator[Path]:
-    """The pages that people write: README, CONTRIBUTING, CHANGELOG, docs and benchmarks."""
-    names = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks", "docs"]
+    """The pages that people write: README, CONTRIBUTING, CHANGELOG, docs, benchmarks and the records' own."""
+    names = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks", "results/README.md", "docs"]
     told = subprocess.run(["git", "ls-files", "--", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     made = ("docs/notebooks/",)
     return (ROOT / name for name in told.splitlines() if name.endswith(".md") and not name.startswith(made))

@@ -4,7 +4,7 @@
 Each release is installed by itself into build/tritons, with the newest NumPy that its interpreter works with, and stands before the others
 on the path of two runs: `kvdsl build` of policies that observe, turn keys and select, and tests in Triton's interpreter. For AMD Triton 3.3
 and 3.4 need an LLD, ROCm's or another that TRITON_HIP_LLD_PATH names.
-`--table` prints what benchmarks/results/gpu/tritons.json says as the table of docs/performance/gpus.md.
+`--table` prints what results/gpu/tritons.json says as the table of docs/performance/gpus.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu" / "tritons.json"
+RESULTS = ROOT / "results" / "gpu" / "tritons.json"
 FOLDER = ROOT / "build" / "tritons"
 
 RELEASES = ("3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")

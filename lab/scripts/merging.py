@@ -1,6 +1,6 @@
 """Whether what leaves is worth merging into what stays: perplexity and divergence on books, at equal bytes.
 
-    python lab/scripts/merging.py --books dev.tar.xz --out benchmarks/results/merging/smollm2.json
+    python lab/scripts/merging.py --books dev.tar.xz --out results/merging/smollm2.json
 
 A prompt of 768 tokens is read at once and cut to the budget; 252 more are read, four at a time, and four leave for them. H2O says who:
 half of the budget is for the newest, the others stay by the attention that they got. What leaves is dropped (`evict`), or merged:

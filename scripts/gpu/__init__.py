@@ -7,7 +7,7 @@
     in_place the same model's tokens with caches that are overwritten in place and that are shifted, by batch and size
 
 Every stage is a process of its own with a deadline: one that hangs takes no other along. Every result is a line of JSON, written when it is
-known, in OUT/STAGE.jsonl; OUT is the folder that the variable OUT names, or benchmarks/results/GPU. Torch and Triton are all it takes, and
+known, in OUT/STAGE.jsonl; OUT is the folder that the variable OUT names, or results/GPU. Torch and Triton are all it takes, and
 transformers for whole models; `make generate`, where kvdsl is installed, writes the policies that generated/ lacks.
 `--toy` goes through the same at sizes for Triton's interpreter (TRITON_INTERPRET=1), where times mean nothing.
 """

@@ -147,7 +147,7 @@ class Setting:
             return None
         device = "cpu" if toy else "cuda"
         gpu = "interpreter" if toy else torch.cuda.get_device_name().lower().replace(" ", "_")
-        folder = out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "benchmarks" / "results" / gpu)
+        folder = out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "results" / gpu)
         folder.mkdir(parents=True, exist_ok=True)
         wanted = POLICIES if policies is None else tuple(policies.split(","))
         raced = tuple(name for name in RACED if policies is None or name in wanted)

@@ -28,7 +28,7 @@ from kvdsl.environment import environment
 from scripts.matrix.rows import ORDER, Row, all_rows, carry_out, everywhere, finished, kind
 from scripts.matrix.ways import WAYS
 
-REPORT = Path("benchmarks/results/matrix.json")
+REPORT = Path("results/matrix.json")
 BAD = ("wrong", "failed")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.pages.markdown import ROOT, table
 
-MEASURED = ROOT / "benchmarks" / "results" / "cpu" / "generate"
+MEASURED = ROOT / "results" / "cpu" / "generate"
 """What `kvdsl bench generate --json` wrote, a file for each dtype, number of rows and length of the prompt."""
 
 CELLS = {

@@ -9,9 +9,9 @@ from typing import Any
 from scripts.pages.markdown import DOCS, MADE, ROOT, escaped, table
 from scripts.prose import wrapped
 
-REPRODUCED = ROOT / "results"
+REPRODUCED = ROOT / "results" / "papers"
 REAL = "smollm2"
-"""The model, and the folder in `results`, of what was measured a second time."""
+"""The model, and the folder in `results/papers`, of what was measured a second time."""
 RESULTS = """# Results
 
 What the five papers claim, held against what was measured. EQUIP's claims are about time, and are measured on models of known shapes with
@@ -59,11 +59,11 @@ def _said_by(found: dict[str, Any]) -> Iterator[str]:
     told = [one for one in found["experiments"] if one["findings"]]
     places = [one.get("environment", found["environment"]) for one in told]
     setup = found["setup"]
-    folder = f"results/{REAL}" if setup.get("model") == REAL else "results"
+    folder = f"results/papers/{REAL}" if setup.get("model") == REAL else "results/papers"
     for where in [place for index, place in enumerate(places) if place not in places[:index]]:
         here = [one for one, place in zip(told, places, strict=True) if place == where]
         seconds = sum(cell["seconds"] for one in here for cell in one["cells"])
-        asked = f" --model {REAL} --dtype {_SHORT[where['dtype']]}" if folder != "results" else ""
+        asked = f" --model {REAL} --dtype {_SHORT[where['dtype']]}" if folder != "results/papers" else ""
         if not found["finished"] or len(here) < len(told):
             asked += f" --only {','.join(one['name'] for one in here)}"
         yield (

@@ -4,7 +4,7 @@
 python -m venv .venv/openvino
 .venv/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
 .venv/openvino/bin/optimum-cli export openvino -m "$(kvdsl models path smollm2)" --weight-format fp16 ov_model
-python -m scripts.serving.offline_bench --model smollm2 --openvino-model ov_model --json > benchmarks/results/cpu/openvino.json
+python -m scripts.serving.offline_bench --model smollm2 --openvino-model ov_model --json > results/cpu/openvino.json
 
 All engines are there all the time, and one of them is asked at a time, in turns. They have equal bytes of cache; what OpenVINO stores
 keys and values in by default, 8 bits, is a contestant as well. Give it an idle machine.

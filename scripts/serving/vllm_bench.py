@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """`vllm bench serve` on servers under policies, beside vLLM's own full attention, with equal bytes of cache.
 
-.venv/vllm/bin/python -m scripts.serving.vllm_bench --model smollm2 --json > benchmarks/results/cpu/vllm_bench.json
+.venv/vllm/bin/python -m scripts.serving.vllm_bench --model smollm2 --json > results/cpu/vllm_bench.json
 .venv/vllm/bin/python -m scripts.serving.vllm_bench --requests 4 --rounds 1 --loads 40/16 --policies h2o
 
 All servers are there all the time, and one of them is asked at a time. They take turns, round by round, so that what else the machine

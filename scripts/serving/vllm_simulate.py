@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """How many requests an engine serves, and how fast, by simulation: vLLM's own scheduler, and a formula in the place of the model.
 
-.venv/vllm/bin/python -m scripts.serving.vllm_simulate smollm2 --json > benchmarks/results/cpu/vllm_simulated_smollm2.json
-.venv/vllm/bin/python -m scripts.serving.vllm_simulate llama70b --json > benchmarks/results/cpu/vllm_simulated_llama70b.json
-python -m scripts.serving.vllm_simulate --table benchmarks/results/cpu/vllm_simulated_llama70b.json
+.venv/vllm/bin/python -m scripts.serving.vllm_simulate smollm2 --json > results/cpu/vllm_simulated_smollm2.json
+.venv/vllm/bin/python -m scripts.serving.vllm_simulate llama70b --json > results/cpu/vllm_simulated_llama70b.json
+python -m scripts.serving.vllm_simulate --table results/cpu/vllm_simulated_llama70b.json
 
 The first takes its constants from a committed measurement, and says how far it is from another one; the second from data sheets.
 """
@@ -29,7 +29,7 @@ from kvdsl_lab.serving.traffic import CONVERSATION, TRAFFIC
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ROOT / "benchmarks/results/cpu/vllm_steps.json"
+STEPS = ROOT / "results/cpu/vllm_steps.json"
 
 H100 = DataSheet(bandwidth=3.35e12, operations=989e12, devices=8, of_bandwidth=0.7, of_operations=0.5, step=5e-3)
 """NVIDIA's data sheet of the H100 SXM: 3.35 TB/s, 1,979 TFLOPS in bfloat16 with sparsity, half of it without. Shares and the time of a

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A long time of serving in vLLM: requests of many lengths come and go, some of them aborted at any moment, in the prompt too.
 
-.venv/vllm/bin/python -m scripts.serving.vllm_soak --requests 10000 --json > benchmarks/results/cpu/vllm_soak.json
+.venv/vllm/bin/python -m scripts.serving.vllm_soak --requests 10000 --json > results/cpu/vllm_soak.json
 
 Every answer is compared with what the same request gets alone; in the end every page is free again, and memory is where it was when the
 engine was warm. It fails if one answer is another (but where two tokens are as likely as each other, to rounding), or a page is lost.

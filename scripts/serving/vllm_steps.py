@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long steps of a real engine take, and how it serves requests that come by chance: what the simulation is made and judged by.
 
-.venv/vllm/bin/python -m scripts.serving.vllm_steps --model smollm2 --json > benchmarks/results/cpu/vllm_steps.json
+.venv/vllm/bin/python -m scripts.serving.vllm_steps --model smollm2 --json > results/cpu/vllm_steps.json
 
 Full attention and a policy answer the same requests, with equal bytes of cache. Constants are found from the steps of one run
 (`kvdsl_lab.serving.machine`), and the requests of another are what `scripts/serving/vllm_simulate.py` must foretell. Every contestant is an

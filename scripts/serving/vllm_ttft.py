@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time to the first token in vLLM: prompts under policies beside vLLM's own full attention.
 
-.venv/vllm/bin/python -m scripts.serving.vllm_ttft --model smollm2 --json > benchmarks/results/cpu/vllm_ttft.json
+.venv/vllm/bin/python -m scripts.serving.vllm_ttft --model smollm2 --json > results/cpu/vllm_ttft.json
 
 Every contestant is an engine in a process of its own, with one thread. What counts is the time that it had the processor, which is what
 the first token would take on an idle one; they take turns, because other work on the machine slows caches and clocks down, too.

@@ -2,7 +2,7 @@
 """Whether one decode step became slower between two checkouts: the same step of both in turns, and of the second against itself.
 
 git worktree add ../before COMMIT
-scripts/timing/between.py ../before --json > benchmarks/results/cpu/between.json
+scripts/timing/between.py ../before --json > results/cpu/between.json
 
 A process's memory lies somewhere else every time it starts, which moves a step by several percent, and a machine drifts. So each
 start has three processes (before, after, and after once more), which take short turns; a ratio is the median over turns of one start,

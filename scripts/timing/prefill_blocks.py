@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Prompts that stream through a budget, on the reference model: `book` and `table`.
 
-scripts/timing/prefill_blocks.py book --tokens 100000 --out benchmarks/results/cpu/prefill_book.json --plot docs/assets/prefill_book.svg
-scripts/timing/prefill_blocks.py table --out benchmarks/results/cpu/prefill_blocks.json
+scripts/timing/prefill_blocks.py book --tokens 100000 --out results/cpu/prefill_book.json --plot docs/assets/prefill_book.svg
+scripts/timing/prefill_blocks.py table --out results/cpu/prefill_blocks.json
 """
 
 from __future__ import annotations

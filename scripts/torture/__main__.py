@@ -18,7 +18,7 @@ from rich.table import Table
 from kvdsl.cli.progress import progress
 from scripts.torture.registry import ATTACKS, Attack, carry_out
 
-REPORT = Path("benchmarks/results/torture.json")
+REPORT = Path("results/torture.json")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

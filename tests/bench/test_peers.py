@@ -18,7 +18,7 @@ from kvdsl.loading import load
 from kvdsl_lab.eval.perplexity import perplexities
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = {name: ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json" for name in ("peers", "peers_memory")}
+RESULTS = {name: ROOT / "results" / "cpu" / f"{name}.json" for name in ("peers", "peers_memory")}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvdsl.cli import commands
 from kvdsl.compiler import analyse, shipped_policies
 from kvdsl.explain.facts import facts
 from kvdsl.shipped import found_policies, gallery_policies
+from scripts.pages.generation import CELLS
 from tests.docs.pages import FOR_THE_SITE, ROOT, documents, read
 from tests.hf import test_refusals, test_rope, zoo
 
@@ -187,7 +189,7 @@ def test_the_engines_figures_are_those_that_were_measured() -> None:
 
 def lines_of(file: str) -> list[dict[str, Any]]:
     """What an H200 said, line by line."""
-    return [json.loads(line) for line in read(f"benchmarks/results/nvidia_h200/{file}").splitlines()]
+    return [json.loads(line) for line in read(f"results/nvidia_h200/{file}").splitlines()]
 
 
 def test_what_a_step_takes_beside_torch_is_what_an_h200_said() -> None:
@@ -245,7 +247,7 @@ def test_what_kernels_take_by_themselves_is_what_an_h200_said() -> None:
 
 def measured(file: str) -> list[dict[str, Any]]:
     """The rows of a result of `kvdsl eval`."""
-    found: list[dict[str, Any]] = json.loads(read(f"benchmarks/results/cpu/{file}"))["rows"]
+    found: list[dict[str, Any]] = json.loads(read(f"results/cpu/{file}"))["rows"]
     return found
 
 
@@ -297,10 +299,18 @@ def test_the_python_interface_has_every_public_member_of_a_cache() -> None:
 
 
 def test_the_matrix_is_what_the_page_says() -> None:
-    report = json.loads(read("benchmarks/results/matrix.json"))
+    report = json.loads(read("results/matrix.json"))
     generated = [row["ways"].get("generate", row["outcome"]).partition(":")[0] for row in report["rows"]]
     served, refused, rest = (generated.count(outcome) for outcome in ("right", "refused", "not tried"))
     release = ".".join(report["environment"]["transformers"].split(".")[:2])
     told = f"Of {len(generated)} models of transformers {release}, {served} are served, {refused} are refused, and {rest} was not tried;"
     assert told in " ".join(read("docs/support.md").split())
     assert served + refused + rest == len(generated)
+
+
+def test_every_record_says_how_it_is_made() -> None:
+    told = {name for one in re.findall(r"`([\w/.]+)`", read("results/README.md")) for name in (one, Path(one).name)}
+    told |= {f"{dtype}_{rows}_{prompt}.json" for dtype, cells in CELLS.items() for rows, prompt in cells}
+    for folder in ("", "cpu", "cpu/generate", "fuzz", "gpu", "merging", "nvidia_h200"):
+        made = {path.name for path in (ROOT / "results" / folder).glob("*.json*")}
+        assert made <= told, made - told

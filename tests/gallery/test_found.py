@@ -1,10 +1,9 @@
-"""What the shelf `policies/found` promises: its policies come of a search whose database is committed, and are like the others."""
+"""What the shelf `policies/found` promises: its policies come of a committed search, and are like the others."""
 
 from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from functools import lru_cache
 from pathlib import Path
 from statistics import geometric_mean
@@ -20,6 +19,7 @@ from kvdsl_lab.search.space import at_budget, key, seed_of
 
 SEARCH = Path(__file__).resolve().parents[2] / "results" / "search" / "smollm2_128"
 FOUND = json.loads((SEARCH / "search.json").read_text(encoding="utf-8"))
+CHOSEN = json.loads((SEARCH / "chosen.json").read_text(encoding="utf-8"))
 BUDGET = FOUND["budgets"][0]
 
 
@@ -37,21 +37,11 @@ def _same(text: str) -> str:
 @lru_cache(1)
 def chosen_by() -> dict[str, tuple[float, int]]:
     """By `same`, of what was judged on the text that chooses: the error, and bytes of state."""
-    with sqlite3.connect(f"file:{SEARCH / 'search.sqlite'}?mode=ro", uri=True) as database:
-        rows = database.execute(
-            "select text, error, state_bytes from judged join policy using (key) where rung = 2"
-        ).fetchall()
-    errors: dict[str, list[float]] = {}
-    for text, error, _ in rows:
-        errors.setdefault(text, []).append(error)
-    return {_same(text): (geometric_mean(errors[text]), state_bytes) for text, _, state_bytes in rows}
+    return {_same(one["text"]): (geometric_mean(one["errors"].values()), one["state_bytes"]) for one in CHOSEN}
 
 
-def test_the_database_knows_the_finalists() -> None:
-    with sqlite3.connect(f"file:{SEARCH / 'search.sqlite'}?mode=ro", uri=True) as database:
-        known = dict(database.execute("select key, text from policy"))
-    assert {one["key"] for one in FOUND["finalists"]} <= known.keys()
-    assert FOUND["counts"]["tried"] <= len(known)
+def test_the_finalists_were_chosen_among_the_best() -> None:
+    assert {one["key"] for one in FOUND["finalists"]} <= {one["key"] for one in CHOSEN}
 
 
 @pytest.mark.parametrize("path", found_policies(), ids=lambda path: path.stem)

@@ -16,7 +16,7 @@ PAGE = "docs/performance/capacity.md"
 
 
 def result(name: str) -> Any:
-    return json.loads(read(f"benchmarks/results/cpu/{name}.json"))
+    return json.loads(read(f"results/cpu/{name}.json"))
 
 
 @pytest.mark.parametrize("scenario", ["smollm2", "llama70b"])
