@@ -46,7 +46,7 @@ def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -
         raise KvdslError(f"{policy} has no param `budget` that a `ratio` could set")
     if rest.get("budget") is not None:
         raise KvdslError(f"`budget` and `ratio` of {policy} are both given; give one of them")
-    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio <= 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) <= 1:
         raise KvdslError(f"`ratio` of {policy} is {ratio!r}; {RATE}")
     return {**rest, "budget": float(ratio)}
 

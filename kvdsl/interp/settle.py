@@ -46,7 +46,8 @@ def victims(score: Array, standing: Indices, position: Indices, k: int) -> Indic
 def reluctance(standing: Indices, position: Indices) -> Indices:
     """Who leaves only after whom, [n]: by their standing, of the protected ones the newest last."""
     newest = (standing > 0) & (position == position.max(initial=-1))
-    return 2 * standing.astype(np.int64) + newest
+    found: Indices = 2 * standing.astype(np.int64) + newest
+    return found
 
 
 def victims_across(heads: Sequence[tuple[Array, Indices, Indices]], numbers: Sequence[Numbers]) -> list[Indices]:

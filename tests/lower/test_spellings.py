@@ -118,12 +118,12 @@ APART = {
 }
 
 
-def plan(body: str) -> PackagePlan:
+def plan(body: str, edition: int = 1) -> PackagePlan:
     """The plan of a policy of these statements, without what its params are called and said of."""
-    analysis = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\n{body}\n}}\n'))
+    analysis = analyse(SourceFile("p.kv", f'kv {edition}\npolicy P {{\n"A test."\n{body}\n}}\n'))
     assert analysis.ok, analysis.diagnostics
     made = plan_of(analysis.policy)
-    return dataclasses.replace(made, params=(), resolve=())
+    return dataclasses.replace(made, params=(), ratio=False, resolve=())
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -136,3 +136,12 @@ def test_equal_meanings_have_equal_plans(pair: str) -> None:
 def test_what_means_another_thing_has_another_plan(pair: str) -> None:
     one, other = (repr(plan(body)) for body in APART[pair])
     assert one != other
+
+
+def test_a_condition_is_one_of_the_ends_where_nothing_else_yields() -> None:
+    """In edition 2 the ends leave last, so that beside what yields a condition is none of them."""
+    first, where = (BOUNDED + f"score sum(attn)\nkeep last 2\nkeep {said}" for said in ("first 3", "where rank(position) < 3"))
+    assert repr(plan(first, 2)) == repr(plan(where, 2))
+    yielding = "\nkeep top 2 by std(attn)"
+    assert repr(plan(first + yielding, 2)) != repr(plan(where + yielding, 2))
+    assert repr(plan(first + yielding)) == repr(plan(where + yielding))
