@@ -140,7 +140,9 @@ def test_what_means_another_thing_has_another_plan(pair: str) -> None:
 
 def test_a_condition_is_one_of_the_ends_where_nothing_else_yields() -> None:
     """In edition 2 the ends leave last, so that beside what yields a condition is none of them."""
-    first, where = (BOUNDED + f"score sum(attn)\nkeep last 2\nkeep {said}" for said in ("first 3", "where rank(position) < 3"))
+    first, where = (
+        BOUNDED + f"score sum(attn)\nkeep last 2\nkeep {said}" for said in ("first 3", "where rank(position) < 3")
+    )
     assert repr(plan(first, 2)) == repr(plan(where, 2))
     yielding = "\nkeep top 2 by std(attn)"
     assert repr(plan(first + yielding, 2)) != repr(plan(where + yielding, 2))
