@@ -164,7 +164,7 @@ def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str]
 
 
 def test_the_driver_heals_and_its_temporaries_lie_in_the_cache(source: Path, fake: Callable[[str], None]) -> None:
-    fake('case "$TMPDIR" in */cpu/driver-*.claim/*) echo object > "$out" ;; *) exit 1 ;; esac')
+    fake('case "$TMPDIR" in */cpu/driver-*.making-*) echo object > "$out" ;; *) exit 1 ;; esac')
     first = cxx.driver_objects()
     first[0].write_bytes(b"")
     assert cxx.driver_objects() == first

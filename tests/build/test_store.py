@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_error_that_names_the_place(folder: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
 @pytest.mark.parametrize("limit", [0, 100, 1000])
 def test_files_that_may_not_grow(folder: Path, limit: int) -> None:
-    """At a limit of 0 the claim cannot be written, at 100 its owner's name, at 1000 the entry."""
+    """At a limit of 0 nothing can be written, at 1000 some of the entry."""
     code = (
         "import resource, sys\nfrom pathlib import Path\nfrom kvdsl.build.store import entry\n"
         "from kvdsl.errors import KvdslError\n"
