@@ -87,6 +87,8 @@ def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
     make(made)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in sorted(made.iterdir())}
     (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    if flaw(folder) is None:  # where files cannot be locked, another process was first
+        return
     if folder.exists():
         print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
         try:
@@ -95,7 +97,7 @@ def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
             shutil.rmtree(folder)
     try:
         os.rename(made, folder)
-    except OSError:  # where files cannot be locked, another process may have been first
+    except OSError:  # likewise, just now
         if flaw(folder) is not None:
             raise
 

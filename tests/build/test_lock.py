@@ -17,9 +17,10 @@ import filelock
 import pytest
 
 from kvdsl.build import lock
-from kvdsl.build.lock import LOCK, MAKING, making, sweep
+from kvdsl.build.lock import MAKING, making, sweep
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
+from tests.build.left import left
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills processes")
 
@@ -35,16 +36,11 @@ def _build(thing: str) -> str:
     return str(entry(Path(thing), "thing", _make))
 
 
-def _left(folder: Path) -> list[str]:
-    """What lies there, but for the files that are locked: some releases of filelock leave them."""
-    return sorted(name for name in os.listdir(folder) if not name.endswith(LOCK))
-
-
 def test_one_builds_and_the_others_wait(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         pool.map(_build, [str(tmp_path / "thing")] * 4, chunksize=1)
     assert len((tmp_path / "builders").read_text().splitlines()) == 1
-    assert _left(tmp_path) == ["builders", "thing"]
+    assert left(tmp_path) == ["builders", "thing"]
 
 
 def test_threads_wait_for_each_other(tmp_path: Path) -> None:
@@ -80,22 +76,22 @@ def test_a_killed_builder_is_not_waited_for(tmp_path: Path, zombie: bool, monkey
     with _holder(tmp_path / "thing") as process:
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | (os.WNOWAIT if zombie else 0))
-        assert [name.partition(MAKING)[0] for name in _left(tmp_path)] == ["thing"]
+        assert [name.partition(MAKING)[0] for name in left(tmp_path)] == ["thing"]
         assert entry(tmp_path / "thing", "thing", _make) == tmp_path / "thing"
-        assert _left(tmp_path) == ["builders", "thing"]
+        assert left(tmp_path) == ["builders", "thing"]
 
 
 def test_what_the_killed_leave_is_swept_by_the_next_builder_of_anything(tmp_path: Path) -> None:
     with _holder(tmp_path / "thing"):
         pass
     entry(tmp_path / "other", "other", _make)
-    assert _left(tmp_path) == ["builders", "other"]
+    assert left(tmp_path) == ["builders", "other"]
 
 
 def test_sweeping_leaves_the_living_alone(tmp_path: Path) -> None:
     with _holder(tmp_path / "thing"), making(tmp_path / "other", "other") as own:
         sweep(tmp_path)
-        assert [name.partition(MAKING)[0] for name in _left(tmp_path)] == ["other", "thing"]
+        assert [name.partition(MAKING)[0] for name in left(tmp_path)] == ["other", "thing"]
         assert own.is_dir()
 
 
@@ -121,7 +117,7 @@ def test_where_files_cannot_be_locked_several_build_and_one_is_kept(
     (tmp_path / f"thing{MAKING}0123").mkdir()  # another one's, which may live
     with multiprocessing.pool.ThreadPool(4) as pool:
         assert pool.map(_build, [str(tmp_path / "thing")] * 4, chunksize=1) == [str(tmp_path / "thing")] * 4
-    assert _left(tmp_path) == ["builders", "thing", f"thing{MAKING}0123"]
+    assert left(tmp_path) == ["builders", "thing", f"thing{MAKING}0123"]
 
 
 def test_in_a_browser_nothing_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
