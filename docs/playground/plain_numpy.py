@@ -1,8 +1,9 @@
-"""What the reference interpreter uses of NumPy, in Python alone: for the browser, where Pyodide comes without NumPy.
+"""A stand-in for NumPy in Python alone: for the browser, as no registry has a NumPy that is built for Pyodide.
 
     plain_numpy.install()  # before kvdsl.interp is imported
 
-Names, arguments and results are NumPy's, and so is what becomes of infinities and NaNs; what the interpreter does not use is not here.
+Names, arguments and results are NumPy's, and so is what becomes of infinities and NaNs. The reference interpreter may use all of NumPy:
+whatever is asked for that is not here says so (`LacksError`) when it is used, and the page refuses the policy.
 An array is a list of Python's numbers, in rows. Indexing always copies. Sums are added as Python adds them, so that they may differ from
 NumPy's in the last bit.
 """
@@ -25,6 +26,31 @@ from typing import Any
 inf, nan = math.inf, math.nan
 float64, int64, bool_ = float, int, bool
 Shape = tuple[int, ...]
+
+
+class LacksError(AttributeError):
+    """What the stand-in lacks of NumPy."""
+
+
+class _Lacking:
+    """What NumPy has by this name, and the stand-in has not: an error as soon as it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Lacking(f"{self._name}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise LacksError(self._name)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Lacking(name)
 
 
 class float32(float):
@@ -62,6 +88,11 @@ class ndarray:
 
     def __init__(self, flat: list[Any], shape: Shape, kind: type) -> None:
         self.flat, self.shape, self.kind = flat, shape, kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise LacksError(f"ndarray.{name}")
 
     # -- what it holds -------------------------------------------------------------------------------------------------
 
@@ -277,7 +308,7 @@ class _Transposed(ndarray):
 
     def __getattr__(self, name: str) -> Any:
         if name != "flat":
-            raise AttributeError(name)
+            return super().__getattr__(name)
         self.flat = list(chain.from_iterable(zip(*self.matrix.rows(), strict=True)))
         return self.flat
 
@@ -577,6 +608,32 @@ def _along(function: Callable[[list[float]], float]) -> Callable[..., Any]:
 sum, mean, var = _along(_sum), _along(_mean), _along(_var)
 std = _along(lambda line: math.sqrt(_var(line)))
 max, min, median = _along(_max), _along(_min), _along(_median)
+
+
+# -- linear equations --------------------------------------------------------------------------------------------------
+
+
+class linalg:
+    """The part of NumPy that solves."""
+
+    class LinAlgError(ValueError):
+        """There is no solution."""
+
+    @staticmethod
+    def solve(a: ndarray, b: ndarray) -> ndarray:
+        """The inverse of a matrix times another one, by elimination."""
+        rows = [[*left, *right] for left, right in zip(a.rows(), b.rows(), strict=True)]
+        for place in range(len(rows)):
+            best = greatest(range(place, len(rows)), key=lambda row: abs(rows[row][place]))
+            rows[place], rows[best] = rows[best], rows[place]
+            if rows[place][place] == 0:
+                raise linalg.LinAlgError("Singular matrix")
+            pivot = [number / rows[place][place] for number in rows[place]]
+            rows = [
+                pivot if row == place else [x - y * other[place] for x, y in zip(other, pivot, strict=True)]
+                for row, other in enumerate(rows)
+            ]
+        return ndarray([number for row in rows for number in row[len(rows) :]], b.shape, float)
 
 
 # -- orders and sets ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ PATIENCE = 0.2
 """Seconds after which a run shows what it has, and the worker can hear a newer question."""
 
 
+LACKS: tuple[type[Exception], ...] = (np.LacksError, TypeError) if hasattr(np, "LacksError") else ()
+"""What the stand-in for NumPy raises where the interpreter asks for more than it has, or with other arguments; NumPy itself has all."""
+
+
 class CannotRunError(Exception):
     """What keeps a policy from being run here, in a sentence."""
 
@@ -209,6 +213,10 @@ def go_on(side: str) -> str:
         return json.dumps(next(_runs[side]))
     except CannotRunError as error:
         return json.dumps({"done": 1, "error": str(error)})
+    except LACKS as error:
+        return json.dumps(
+            {"done": 1, "error": f"This page has no NumPy, and its stand-in cannot run this policy: it lacks {error}."}
+        )
     except (KvdslError, ValueError, LookupError, ArithmeticError) as error:
         return json.dumps({"done": 1, "error": f"The reference interpreter refuses this: {error}"})
 

@@ -14,14 +14,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvdsl.build import stamps
 from kvdsl.build.cache import ELSEWHERE, refusal, writable
 from kvdsl.errors import KvdslError
-
-if TYPE_CHECKING:
-    from kvdsl.build.claim import Claim
 
 SEAL = "seal.json"
 
@@ -42,17 +38,12 @@ def entry(
     """
     if flaw(folder) is None:
         return folder
-    from kvdsl.build.claim import claimed  # most find their entry
+    from kvdsl.build.lock import making  # most find their entry
 
     writable(folder.parent, elsewhere)
     try:
-        with claimed(folder, what, patience) as claim:
-            try:
-                _make(folder, claim, make)
-            except (OSError, KvdslError):
-                if claim.held():
-                    raise
-                return entry(folder, what, make, patience, elsewhere)  # this process slept for long, and another one went on
+        with making(folder, what, patience) as own:
+            _make(folder, own, make)
     except OSError as error:
         raise refusal(folder, error, elsewhere) from error
     if (found := flaw(folder)) is not None:
@@ -86,22 +77,29 @@ def flaw(folder: Path, known: bool = False) -> str | None:
     return None
 
 
-def _make(folder: Path, claim: Claim, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
+    """Make the entry in a folder of one's own, and publish it."""
     found = flaw(folder)
     if found is None:  # by another process, while we waited
         return
-    made = claim.folder / "made"
+    made = own / "made"
     made.mkdir()
     make(made)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in sorted(made.iterdir())}
     (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    if flaw(folder) is None:  # where files cannot be locked, another process was first
+        return
     if folder.exists():
         print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
         try:
-            os.rename(folder, claim.folder / "damaged")
+            os.rename(folder, own / "damaged")
         except OSError:  # of an image below a container, whose folders cannot be renamed
             shutil.rmtree(folder)
-    os.rename(made, folder)
+    try:
+        os.rename(made, folder)
+    except OSError:  # likewise, just now
+        if flaw(folder) is not None:
+            raise
 
 
 def digest_of(file: Path) -> str:

@@ -281,22 +281,10 @@ def _leverage(expr: Leverage, scope: Scope) -> Array:
     size, ridge = x.shape[1], evaluate_number(expr.ridge, scope)
     place = np.arange(size)
     gram = np.where(place[:, None] == place[None], x.T @ x + ridge, x.T @ x)
-    solved = _solved(gram, x.T)
-    return per_slot(np.full(scope.slots, np.nan) if solved is None else np.sum(x * solved.T, axis=1))
-
-
-def _solved(matrix: Array, right: Array) -> Array | None:
-    """The inverse of a matrix, [D, D], times [D, n], by elimination; None where there is none."""
-    rows = [np.concatenate(parts) for parts in zip(matrix, right, strict=True)]
-    for place in range(len(rows)):
-        best = max(range(place, len(rows)), key=lambda row: abs(float(rows[row][place])))
-        rows[place], rows[best] = rows[best], rows[place]
-        if rows[place][place] == 0:
-            return None
-        pivot = rows[place] / rows[place][place]
-        rows = [pivot if row == place else other - pivot * other[place] for row, other in enumerate(rows)]
-    solved: Array = np.stack([row[len(rows) :] for row in rows])
-    return solved
+    try:
+        return per_slot(np.sum(x * np.linalg.solve(gram, x.T).T, axis=1))
+    except np.linalg.LinAlgError:
+        return per_slot(np.full(scope.slots, np.nan))
 
 
 def _over_heads(expr: Reduce, scope: Scope) -> Array:

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvdsl.build.claim import sweep
+from kvdsl.build.lock import sweep
 from kvdsl.build.store import digest_of, entry
 from kvdsl.errors import KvdslError
 from kvdsl.models.catalogue import NamedModel
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 _CHUNK = 1 << 20
 _PATIENCE = 7200.0
-"""Seconds to wait for another process that fetches the same; its claim shows that it lives."""
+"""Seconds to wait for another process that fetches the same."""
 
 _MARGIN = 50_000_000
 """Bytes that must be left over on the disk."""

@@ -620,10 +620,10 @@ FAULTS = [
     ),
     _fault(
         "build",
-        "kvdsl/build/claim.py",
-        "self.machine == _machine() and _started(self.pid) != self.started",
-        "_started(self.pid) != self.started",
-        "tests/build/test_claim.py",
+        "kvdsl/build/lock.py",
+        "lock.acquire(timeout=seconds)",
+        "lock.acquire(timeout=0)",
+        "tests/build/test_lock.py",
     ),
     _fault(
         "scenarios",

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvdsl.build.claim import SUFFIX
+from kvdsl.build.lock import LOCK, MAKING
 from kvdsl.build.store import flaw
 
 POLICY = "roco"
@@ -188,8 +188,8 @@ def check_clean(place: Path) -> None:
     """Fail unless all that lies in the cache folder is sound entries, and nothing lies in the folder for temporary files."""
     for kind in (place / "cache").iterdir():
         for entry in kind.iterdir():
-            if entry.suffix != ".log":  # what a compiler said when it failed
-                assert SUFFIX not in entry.name, f"{entry.name} is left, with {[path.name for path in entry.rglob('*')]}"
+            if entry.suffix not in (".log", LOCK):  # what a compiler said when it failed
+                assert MAKING not in entry.name, f"{entry.name} is left, with {[path.name for path in entry.rglob('*')]}"
                 assert (found := flaw(entry)) is None, f"{entry.name}: {found}"
     left = [path.name for path in (place / "tmp").iterdir()]
     assert not left, f"temporary files are left: {', '.join(left)}"

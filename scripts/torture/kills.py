@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from kvdsl.build.claim import SUFFIX, sweep
+from kvdsl.build.lock import MAKING, sweep
 from kvdsl.models import fetch
 from kvdsl.models.catalogue import SMOLLM2, NamedModel
 from scripts.torture._builds import Process, build, check_clean, check_right, decode, expected, fast_compiler, trial_folder
@@ -47,26 +46,21 @@ def _killed(dice: random.Random, count: int, progress: Progress, **environment: 
                 builder.kill(everything=dice.random() < 0.5)
                 moments.append(builder.wait().code == -9)
             check_right(Process(decode, place, **environment).wait())
-            _sweep(place, counts)
+            _sweep(place)
             check_clean(place)
         progress()
     counts.note(f"{sum(moments)} of {len(moments)} kills came before the end; a whole build takes {whole.seconds:.1f} s")
     return counts
 
 
-def _sweep(place: Path, counts: Counts) -> None:
+def _sweep(place: Path) -> None:
     """What later builders do. Compilers that outlived their owner go on for a moment, and leave something, too."""
     for _ in range(20):
         time.sleep(0.3)
         for kind in (place / "cache").iterdir():
             sweep(kind)
-        lefts = list((place / "cache").glob(f"*/*{SUFFIX}*"))
-        if not lefts:
+        if not list((place / "cache").glob(f"*/*{MAKING}*")):
             return
-        for left in lefts:
-            if not (left / "owner.json").exists():
-                counts.note("an empty folder without an owner's name was left, for an hour")
-                os.utime(left, (0, 0))
 
 
 @attack(
@@ -90,7 +84,7 @@ def races(seed: int, count: int, progress: Progress) -> Counts:
             for outcome in outcomes[len(doomed) :]:
                 assert outcome.code == 0, outcome.said
             check_right(Process(decode, place, **environment).wait())
-            _sweep(place, counts)
+            _sweep(place)
             check_clean(place)
         progress()
     return counts
@@ -123,7 +117,7 @@ def killed_conversions(seed: int, count: int, progress: Progress) -> Counts:
                 outcome = get(place).wait()
                 assert outcome.code == 0, outcome.said
                 assert (Path(outcome.said) / "model.safetensors").read_bytes() == weights, "other weights"
-                _sweep(place, counts)
+                _sweep(place)
                 check_clean(place)
             progress()
     counts.note(

@@ -15,6 +15,7 @@ import pytest
 from kvdsl.build import cxx
 from kvdsl.build.cache import cache_folder, cache_folder_at
 from kvdsl.errors import KvdslError
+from tests.build.left import left
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -62,7 +63,7 @@ def test_parallel_builds_do_not_meet(source: Path, capfd: pytest.CaptureFixture[
         made = pool.map(_build, [str(source)] * 4, chunksize=1)
     assert len(set(made)) == 1
     assert capfd.readouterr().err.count("built") == 1, "one builds, the others wait"
-    assert os.listdir(cache_folder() / "cpu") == [Path(made[0]).parent.name], "nothing of a build may be left lying about"
+    assert left(cache_folder() / "cpu") == [Path(made[0]).parent.name], "nothing of a build may be left lying about"
 
 
 # A compiler that takes no time.
@@ -117,7 +118,7 @@ def test_a_full_disk(source: Path, fake: Callable[[str], None], build: Callable[
         KvdslError, match=r"No space left on device; free some space at .*cache, or set KVDSL_CACHE_DIR to a folder"
     ):
         build(source)
-    assert os.listdir(cache_folder() / "cpu") == []
+    assert left(cache_folder() / "cpu") == []
 
 
 def test_no_room_for_the_log(source: Path, fake: Callable[[str], None]) -> None:
@@ -164,7 +165,7 @@ def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str]
 
 
 def test_the_driver_heals_and_its_temporaries_lie_in_the_cache(source: Path, fake: Callable[[str], None]) -> None:
-    fake('case "$TMPDIR" in */cpu/driver-*.claim/*) echo object > "$out" ;; *) exit 1 ;; esac')
+    fake('case "$TMPDIR" in */cpu/driver-*.making-*) echo object > "$out" ;; *) exit 1 ;; esac')
     first = cxx.driver_objects()
     first[0].write_bytes(b"")
     assert cxx.driver_objects() == first

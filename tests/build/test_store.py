@@ -15,6 +15,7 @@ import pytest
 from kvdsl.build import stamps, store
 from kvdsl.build.store import SEAL, entry, flaw
 from kvdsl.errors import KvdslError
+from tests.build.left import left
 
 
 class Maker:
@@ -38,7 +39,7 @@ def test_an_entry_is_made_once(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert entry(folder, "thing", make) == entry(folder, "thing", make) == folder
     assert make.made == 1
     assert sorted(path.name for path in folder.iterdir()) == ["one", SEAL, "two"]
-    assert os.listdir(folder.parent) == [folder.name], "nothing may be left beside it"
+    assert left(folder.parent) == [folder.name], "nothing may be left beside it"
     assert capfd.readouterr().err == ""
 
 
@@ -95,7 +96,7 @@ def test_what_is_damaged_is_made_again(folder: Path, capfd: pytest.CaptureFixtur
     assert (make.made, flaw(folder)) == (2, None)
     said = capfd.readouterr().err
     assert str(folder) in said and "damaged" in said and said.count("\n") == 1
-    assert os.listdir(folder.parent) == [folder.name], "nothing may be left beside it"
+    assert left(folder.parent) == [folder.name], "nothing may be left beside it"
     entry(folder, "thing", make)
     assert make.made == 2
 
@@ -181,7 +182,7 @@ def test_what_fails_leaves_nothing(folder: Path) -> None:
 
     with pytest.raises(KvdslError, match="no"):
         entry(folder, "thing", fail)
-    assert os.listdir(folder.parent) == []
+    assert left(folder.parent) == []
     entry(folder, "thing", Maker())
 
 
@@ -193,13 +194,13 @@ def test_a_full_disk_is_an_error_that_names_the_place(folder: Path) -> None:
         KvdslError, match=r"cannot write .*thing-0123 \(No space left on device\); free some space there, or set KVD"
     ):
         entry(folder, "thing", full)
-    assert os.listdir(folder.parent) == []
+    assert left(folder.parent) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
 @pytest.mark.parametrize("limit", [0, 100, 1000])
 def test_files_that_may_not_grow(folder: Path, limit: int) -> None:
-    """At a limit of 0 the claim cannot be written, at 100 its owner's name, at 1000 the entry."""
+    """At a limit of 0 nothing can be written, at 1000 some of the entry."""
     code = (
         "import resource, sys\nfrom pathlib import Path\nfrom kvdsl.build.store import entry\n"
         "from kvdsl.errors import KvdslError\n"
@@ -210,7 +211,7 @@ def test_files_that_may_not_grow(folder: Path, limit: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "thing-0123 (File too large); free some space" in done.stdout, done.stderr
-    assert os.listdir(folder.parent) == []
+    assert left(folder.parent) == []
 
 
 SLOW = (
@@ -237,7 +238,7 @@ def test_a_build_that_is_killed(folder: Path, moment: str) -> None:
         assert flaw(folder) is None, "whatever is seen is whole"
     entry(folder, "thing", Maker())
     assert flaw(folder) is None
-    assert os.listdir(folder.parent) == [folder.name]
+    assert left(folder.parent) == [folder.name]
 
 
 def test_a_folder_that_cannot_be_written_serves_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

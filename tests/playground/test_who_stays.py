@@ -211,6 +211,17 @@ def test_without_numpy_the_same_tokens_stay(who_stays: Any, monkeypatch: pytest.
     compared(who_stays, monkeypatch, small(tmp_path), questions(shipped_policies(), layer=3, prompt=8, size=6))
 
 
+def test_what_needs_more_than_the_stand_in_has_is_refused(tmp_path: Path) -> None:
+    """The interpreter may use all of NumPy."""
+    program = WITHOUT.format(paths=[str(SOURCE), str(ROOT)], folder=str(small(tmp_path))).replace(
+        "print(", "import kvdsl.interp.memory as memory\nmemory.np.where = memory.np.nanquantile\nprint("
+    )
+    (question,) = questions([find_policy("h2o")], layer=3, prompt=8, size=6)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, input=json.dumps([question]))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "its stand-in cannot run this policy: it lacks nanquantile." in json.loads(json.loads(done.stdout)[0])["error"]
+
+
 @pytest.mark.nightly
 def test_without_numpy_the_gallery_keeps_the_same(who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compared(who_stays, monkeypatch, small(tmp_path), questions(GALLERY, layer=3, prompt=8, size=6))

@@ -1,0 +1,111 @@
+"""One process makes something, the others wait.
+
+Who makes it holds a lock of the operating system on a file beside it, which the system gives back when the process ends, however it
+ends. Nothing has to be right because of the lock (`kvdsl.build.store` publishes whole entries by one rename, and checks them): it saves
+work, so a file system without locks serves as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvdsl.errors import KvdslError
+
+MAKING = ".making-"
+"""In the names of folders in which something is made."""
+
+LOCK = ".lock"
+
+LIMIT = 900.0
+"""Seconds that one waits in all; building takes less than a minute."""
+
+SILENT = 1.0
+"""Seconds after which one says that one waits."""
+
+
+@contextmanager
+def making(thing: Path, what: str, patience: float | None = None) -> Iterator[Path]:
+    """Give an empty folder beside a path in the cache folder, in which to make it; wait, and say so, while another process does.
+
+    The folder goes with the block, and where the process is killed, with the next one that makes anything there.
+
+    Args:
+        thing: what will be made.
+        what: its name in messages.
+        patience: seconds to wait, `LIMIT` if not said.
+
+    Raises:
+        KvdslError: if that was not enough.
+        OSError: if nothing can be written there.
+    """
+    with contextlib.ExitStack() as held:
+        if _wait(held, thing, what, LIMIT if patience is None else patience):
+            for left in thing.parent.glob(f"{thing.name}{MAKING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            sweep(thing.parent)
+        folder = Path(tempfile.mkdtemp(prefix=thing.name + MAKING, dir=thing.parent))
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left half made."""
+    for left in folder.glob(f"*{MAKING}*"):
+        with contextlib.suppress(OSError), _locked(left.with_name(left.name.partition(MAKING)[0]), 0) as locked:
+            if locked:
+                shutil.rmtree(left)
+
+
+def _wait(held: contextlib.ExitStack, thing: Path, what: str, limit: float) -> bool:
+    """Hold the lock, or False, until the stack is left."""
+    first = min(SILENT, limit)
+    try:
+        return held.enter_context(_locked(thing, first))
+    except TimeoutError:
+        print(f"kvdsl: waiting for another process, which builds `{what}`", file=sys.stderr)
+    try:
+        return held.enter_context(_locked(thing, limit - first))
+    except TimeoutError as error:
+        raise KvdslError(
+            f"waited {limit:g} s for another process, which builds `{what}` and holds {_lock_of(thing)}; if it does nothing, end it"
+        ) from error
+
+
+def _lock_of(thing: Path) -> Path:
+    return thing.with_name(thing.name + LOCK)
+
+
+@contextmanager
+def _locked(thing: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock; False if the file system has none.
+
+    Raises:
+        TimeoutError: if another process or thread held it all the time.
+    """
+    if sys.platform == "emscripten":  # there is no other process
+        yield False
+        return
+    from filelock import FileLock
+
+    lock = FileLock(_lock_of(thing))
+    try:
+        lock.acquire(timeout=seconds)
+    except NotImplementedError:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
