@@ -111,6 +111,7 @@ INPUTS = _table(
         InputRow("query_position", frozenset({Axis.QUERY}), "the query's own place in the text"),
         InputRow("scaling", _NONE, "what products of queries and keys are multiplied by before the softmax"),
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
+        InputRow("prev", _SLOT, "in the body of a fold, what it came to before", written="prev"),
     ]
 )
 
@@ -223,6 +224,8 @@ OPERATORS = _table(
 
 COMPARISONS = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.COMPARISON)
 LOGICAL = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.LOGICAL)
+CONDITIONS = COMPARISONS | LOGICAL | {"not"}
+"""What is true or false rather than a number."""
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -361,27 +364,33 @@ RULES = _table(
 # -- what is written as a function, too --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PoolRow:
-    """A pool along the text: which reduction it makes of each slot's neighbours."""
-
-    name: str
-    op: str
-    doc: str
+Axes = frozenset[Axis]
 
 
-_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
-POOLS = _table([PoolRow("max_pool", "max", _NEIGHBOURS), PoolRow("mean_pool", "mean", _NEIGHBOURS)])
+def _of_operands(axes: Axes) -> Axes:
+    return axes
+
+
+def _of_slots(_: Axes) -> Axes:
+    return _SLOT
 
 
 @dataclass(frozen=True)
 class FormRow:
-    """A name that stands for something of other tables, or for a leaf."""
+    """What is written as a function, too.
+
+    Attributes:
+        axes: over what it varies, given over what its operands do; None of what is no operation: it stands for something of other tables,
+            or binds names.
+    """
 
     name: str
     written: str
     doc: str
+    axes: Callable[[Axes], Axes] | None = None
 
+
+_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
 
 FORMS = _table(
     [
@@ -391,25 +400,32 @@ FORMS = _table(
             "project",
             "project(x, basis)",
             "the vector x, over the dims of a key, in the dims `rank` of a tensor: x times that matrix",
+            _of_operands,
         ),
         FormRow(
             "turn",
             "turn(x, n)",
             "the key or query x, rotated on by n places; `turn(k, -position)`: as it was before it was rotated",
+            _of_operands,
         ),
         FormRow(
             "ahead",
             "ahead(x, n)",
             "the key x as the next n queries find it: its product with an unrotated query is the mean of what that gives it from there; "
             "`ahead(x, n, 2)`: from 1, 2, 4, ... places behind the newest token",
+            _of_operands,
         ),
         FormRow(
-            "pairs", "pairs(x)", "at every dim of a key or query the length of the pair of dims that is rotated together"
+            "pairs",
+            "pairs(x)",
+            "at every dim of a key or query the length of the pair of dims that is rotated together",
+            _of_operands,
         ),
         FormRow(
             "leverage",
             "leverage(x, ridge)",
             "how little of a slot's vector x the others span: x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
+            _of_slots,
         ),
         FormRow(
             "other",
@@ -431,15 +447,28 @@ FORMS = _table(
             "enough",
             "enough(x, p)",
             "the fewest tokens, the highest x first, whose x come to the share p of all; `enough(x, p, y)`: the highest y first",
+            lambda axes: axes - _SLOT,
         ),
         FormRow(
             "random",
             "random()",
             "a number in [0, 1) per slot, of every query anew inside a reduction over queries; the same on every backend",
+            _of_slots,
         ),
+        FormRow("max_pool", "max_pool(x, n)", _NEIGHBOURS, _of_slots),
+        FormRow("mean_pool", "mean_pool(x, n)", _NEIGHBOURS, _of_slots),
     ]
 )
 
+POOLS = ("max_pool", "mean_pool")
+
+OPERATIONS: dict[str, Callable[[Axes], Axes]] = {
+    **dict.fromkeys((*FUNCTIONS, *OPERATORS, "begun"), _of_operands),
+    **{row.name: row.axes for row in FORMS.values() if row.axes is not None},
+}
+"""What a `Call` of the IR may be, and over what it varies. `begun`, which only passes make, is what a fold's column holds, or its start
+where that is NaN."""
+
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
-NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, *FORMS})
+NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS})
 """Every built-in name, of values and of functions."""

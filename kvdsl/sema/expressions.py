@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import ClassVar
 
 from kvdsl import codes
 from kvdsl.codes import Code
@@ -295,7 +295,7 @@ class Expressions:
         if op in ("/", "%") and right.constant == 0:
             self._report(codes.NO_VALUE, node.span, f"`{node.span.quoted()}` divides by zero")
             return None
-        return self._finite(values.binary(op, left, right), (left, right), node.span)
+        return self._finite(values.call(op, left, right), (left, right), node.span)
 
     def condition(self, value: Value, span: Span, what: str) -> bool:
         """Whether a value is a condition, as `what` needs; reports if not."""
@@ -343,8 +343,6 @@ class Expressions:
             return self._extreme(node, name, scope)
         if name in REDUCTIONS:
             return self._reduction(node, REDUCTIONS[name], scope)
-        if name in POOLS:
-            return self._pool(node, cast(Literal["max", "mean"], POOLS[name].op), scope)
         if name in NAMED_FUNCTIONS:
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
@@ -378,24 +376,8 @@ class Expressions:
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
-        if name in ("count", "random"):
-            return self._without_arguments(node)
-        if name == "dot":
-            return self._dot(node, scope)
-        if name == "other":
-            return self._other(node, scope)
-        if name == "rank":
-            return self._rank(node, scope)
-        if name in ("turn", "ahead", "pairs"):
-            return self._rotate(node, cast(Literal["turn", "ahead", "pairs"], name), scope)
-        if name == "leverage":
-            return self._leverage(node, scope)
-        if name == "project":
-            return self._project(node, scope)
-        if name == "enough":
-            return self._enough(node, scope)
-        if name == "fold":
-            return self._fold(node, scope)
+        if name in self._FORMS:
+            return self._FORMS[name](self, node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -404,10 +386,10 @@ class Expressions:
             return None
         return self._finite(values.call(name, *known), known, node.span)
 
-    def _without_arguments(self, node: syn.Call) -> Value | None:
+    def _without_arguments(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
         if not node.arguments:
-            return values.read_input("observed") if name == "count" else values.random()
+            return values.read_input("observed") if name == "count" else values.call("random")
         help = None
         if name == "count":
             text = node.arguments[0].value.span.quoted()
@@ -554,7 +536,7 @@ class Expressions:
             )
             return None
         left, right = (arg for arg in args if arg is not None)
-        return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
+        return self.reductions.reduce(node, "sum", ranges, values.call("*", left, right))
 
     def _project(self, node: syn.Call, scope: Scope) -> Value | None:
         """`project(x, basis)`: of a key or query, or of what is made of these dim by dim."""
@@ -591,8 +573,9 @@ class Expressions:
             return None
         return values.project(body, definition.tensor)
 
-    def _rotate(self, node: syn.Call, op: Literal["turn", "ahead", "pairs"], scope: Scope) -> Value | None:
+    def _rotate(self, node: syn.Call, scope: Scope) -> Value | None:
         """`turn(x, n)`, `ahead(x, n)`, `ahead(x, n, factor)` and `pairs(x)`, of a key or query, or what is made of these."""
+        op = node.function.text
         counts = {"turn": (2,), "ahead": (2, 3), "pairs": (1,)}[op]
         if not self._plain(op, node.arguments):
             return None
@@ -626,7 +609,7 @@ class Expressions:
             message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
             self._report(codes.ROTATE, rest[0].span, message)
             return None
-        return values.rotate(op, body, *numbers)
+        return values.call(op, body, *(one for one in numbers if one is not None))
 
     def _leverage(self, node: syn.Call, scope: Scope) -> Value | None:
         """`leverage(x, ridge)`."""
@@ -681,7 +664,7 @@ class Expressions:
         start = self.check(node.arguments[1].value, scope)
         return None if body is None or start is None else self.reductions.fold(node, over, body, start)
 
-    def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
+    def _pool(self, node: syn.Call, scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""
         name = node.function.text
         constant = [isinstance(argument.value, syn.Constant) for argument in node.arguments]
@@ -694,7 +677,21 @@ class Expressions:
             return None
         body = self.check(node.arguments[0].value, scope)
         size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
-        return None if body is None or size is None else self.reductions.pool(node, op, body, size)
+        return None if body is None or size is None else self.reductions.pool(node, body, size)
+
+    _FORMS: ClassVar[Mapping[str, Callable[[Expressions, syn.Call, Scope], Value | None]]] = {
+        **dict.fromkeys(("count", "random"), _without_arguments),
+        **dict.fromkeys(("turn", "ahead", "pairs"), _rotate),
+        **dict.fromkeys(POOLS, _pool),
+        "dot": _dot,
+        "other": _other,
+        "rank": _rank,
+        "leverage": _leverage,
+        "project": _project,
+        "enough": _enough,
+        "fold": _fold,
+    }
+    """What is written as a function, but is no elementwise one."""
 
     def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
         """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""

@@ -11,8 +11,8 @@ from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import instead, leave_out, offer, operand
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce, Within
-from kvdsl.ir.ops import FIXED, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Number, Rank, Reduce, Within, is_call
+from kvdsl.ir.ops import FIXED, POOLS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
@@ -212,7 +212,7 @@ class Reductions:
             self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
         elif over.within in ("page", "next") and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)", node.span)
-        elif over.within in ("page", "next") and any(isinstance(part, Random) for part in walk(body.expr)):
+        elif over.within in ("page", "next") and any(is_call(part, "random") for part in walk(body.expr)):
             message = "`random()` has no value where pages are read"
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         else:
@@ -318,18 +318,18 @@ class Reductions:
             return values.leverage(body, ridge)
         return None
 
-    def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
+    def pool(self, node: syn.Call, body: Value, size: Value) -> Value | None:
         """`max_pool(x, n)` or `mean_pool(x, n)`."""
-        span = node.arguments[0].value.span
+        op, span = node.function.text, node.arguments[0].value.span
         if self.is_of_other(node, body):
             return None
         if body.pools:
             self._pooled(node, "another one")
         elif body.axes != {Axis.SLOT}:
-            message = f"`{op}_pool` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
+            message = f"`{op}` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
             whole = next((one for one in self.around[-1:] if one.arguments[0].span == node.span), None)
             by, at = ("sum", node.span) if whole is None else (whole.function.text, whole.span)
-            pool = f"{op}_pool({by}({span.quoted()}), {node.arguments[1].value.span.quoted()})"
+            pool = f"{op}({by}({span.quoted()}), {node.arguments[1].value.span.quoted()})"
             help = offer(f"reduce it over queries: `{pool}`", at=at)
             self.report(codes.POOL, span, message, help if Axis.QUERY in body.axes else None)
         else:
@@ -355,7 +355,7 @@ class Reductions:
                 help = offer(f"reduce it over dims: `sum({span.quoted()} over dims)`") if Axis.DIM in value.axes else None
                 self.report(codes.REDUCTION, span, message, help)
                 return None
-        return values.enough(body, share, by)
+        return values.call("enough", body, share, by)
 
     def fold(self, node: syn.Call, over: syn.Over | None, body: Value, start: Value) -> Value | None:
         """`fold(x, start)` or `fold(x over prunes, start)`."""
@@ -494,7 +494,7 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
 
 def _reads_previous(expr: Expr) -> bool:
     """Whether the body of a fold reads what it came to before; another fold inside of it reads its own."""
-    return isinstance(expr, Previous) or (not isinstance(expr, Fold) and any(map(_reads_previous, children(expr))))
+    return expr == PREVIOUS or (expr.kind != "fold" and any(map(_reads_previous, children(expr))))
 
 
 def _over_queries(part: Expr) -> bool:
@@ -512,13 +512,16 @@ def _of_many_queries(part: Expr) -> bool:
 
 def _is_start(start: Value) -> bool:
     """Whether a value is the token's own, and stays what it is."""
-    known = {*FIXED, "position", "k", "v"}
-    return start.axes <= {Axis.SLOT} and all(
-        (not isinstance(part, Reduce) or (part.axis is Axis.DIM and part.within == "all"))
-        and not isinstance(part, (Fold, Random, Rank, Enough, Pool))
-        and (not isinstance(part, Input) or part.name in known)
-        for part in walk(start.expr)
-    )
+    return start.axes <= {Axis.SLOT} and all(map(_stays, walk(start.expr)))
+
+
+def _stays(part: Expr) -> bool:
+    """Whether a node reads nothing but what is known of a token when it comes."""
+    if part.kind == "reduce":
+        return part.axis is Axis.DIM and part.within == "all"
+    if part.kind == "input":
+        return part.name in (*FIXED, "position", "k", "v")
+    return part.kind not in ("fold", "rank") and not is_call(part, "random", "enough", *POOLS)
 
 
 def _not_of_text(body: Value) -> str | None:
@@ -526,10 +529,14 @@ def _not_of_text(body: Value) -> str | None:
     for part in walk(body.expr):
         if isinstance(part, Input) and part.name in ("attn", "logit", "seen", "observed"):
             return "count()" if part.name == "observed" else part.name
-        if isinstance(part, Random):
+        if is_call(part, "random"):
             return "random()"
-        if isinstance(part, (Fold, Leverage, Rank, Pool)) or (isinstance(part, Reduce) and part.within in ("page", "next")):
-            return part.kind if not isinstance(part, Reduce) else "over page"
+        if is_call(part, "leverage", *POOLS):
+            return part.op
+        if isinstance(part, (Fold, Rank)):
+            return part.kind
+        if isinstance(part, Reduce) and part.within in ("page", "next"):
+            return "over page"
     return None
 
 
