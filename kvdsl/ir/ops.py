@@ -10,8 +10,8 @@ Nothing here is slow to import: no pydantic, no NumPy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol, TypeVar
 
@@ -133,31 +133,45 @@ class FunctionRow:
         value: of numbers, in float64; an error where there is none.
         arguments: how many, of one that is written as a call; None for the operators of one operand.
         doc: one line; functions that share it stand in one line of the language's reference.
+        code: by target (`cpp`, `torch`, `triton`), the function that it is there. A target that is not named refuses it, unless its
+            printer has code of another form.
     """
 
     name: str
     value: Callable[..., float]
     arguments: int | None
     doc: str
+    code: Mapping[str, str] = field(default_factory=dict)
 
 
 _AS_IN_MATHEMATICS = "as in mathematics"
 _OF_SEVERAL = "the larger or smaller of two or more"
 
+
+def _mathematical(name: str, value: Callable[[float], float], **code: str) -> FunctionRow:
+    """A function that every target has by its name, or by another."""
+    named = {"torch": f"torch.{name}", "cpp": f"std::{name}", "triton": f"tl.{name}"}
+    return FunctionRow(name, value, 1, _AS_IN_MATHEMATICS, named | code)
+
+
+def _extreme(name: str) -> dict[str, str]:
+    return {"torch": f"torch.{name}", "cpp": f"kvdsl::{name}", "triton": f"ops.{name}"}
+
+
 FUNCTIONS = _table(
     [
         FunctionRow("neg", lambda a: -a, None, "-x"),
         FunctionRow("not", lambda a: float(a == 0), None, "not x"),
-        FunctionRow("max", max, 2, _OF_SEVERAL),
-        FunctionRow("min", min, 2, _OF_SEVERAL),
+        FunctionRow("max", max, 2, _OF_SEVERAL, _extreme("maximum")),
+        FunctionRow("min", min, 2, _OF_SEVERAL, _extreme("minimum")),
         FunctionRow("where", lambda c, a, b: a if c != 0 else b, 3, "a where c holds, else b"),
-        FunctionRow("abs", abs, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("sqrt", math.sqrt, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("exp", math.exp, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("log", math.log, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("floor", lambda a: float(math.floor(a)), 1, _AS_IN_MATHEMATICS),
-        FunctionRow("ceil", lambda a: float(math.ceil(a)), 1, _AS_IN_MATHEMATICS),
+        _mathematical("abs", abs, cpp="std::fabs"),
+        _mathematical("sqrt", math.sqrt),
+        _mathematical("exp", math.exp),
+        _mathematical("log", math.log),
+        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS, {"torch": "torch.acos", "cpp": "std::acos"}),
+        _mathematical("floor", lambda a: float(math.floor(a))),
+        _mathematical("ceil", lambda a: float(math.ceil(a))),
     ]
 )
 
@@ -186,6 +200,7 @@ class OperatorRow:
     Attributes:
         name: as it is written. `word`: as a part of a column's name.
         value: of numbers, in float64; an error where there is none.
+        code: as `FunctionRow` has it, for targets in which it is a function.
     """
 
     name: str
@@ -193,6 +208,7 @@ class OperatorRow:
     kind: Kind
     strength: Strength
     value: Callable[[float, float], float]
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[Strength, Strength]:
@@ -209,7 +225,14 @@ OPERATORS = _table(
         OperatorRow("-", "minus", Kind.ARITHMETIC, Strength.SUM, lambda a, b: a - b),
         OperatorRow("*", "times", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a * b),
         OperatorRow("/", "over", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a / b),
-        OperatorRow("%", "mod", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a % b),
+        OperatorRow(
+            "%",
+            "mod",
+            Kind.ARITHMETIC,
+            Strength.PRODUCT,
+            lambda a, b: a % b,
+            {"cpp": "kvdsl::modulo", "triton": "ops.modulo"},
+        ),
         OperatorRow("**", "to", Kind.ARITHMETIC, Strength.POWER, math.pow),
         OperatorRow("<", "lt", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a < b)),
         OperatorRow("<=", "le", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a <= b)),
@@ -468,6 +491,13 @@ OPERATIONS: dict[str, Callable[[Axes], Axes]] = {
 }
 """What a `Call` of the IR may be, and over what it varies. `begun`, which only passes make, is what a fold's column holds, or its start
 where that is NaN."""
+
+
+def functions_of(target: str) -> dict[str, str]:
+    """The functions and operators that are functions of a target, and what they are called there."""
+    tables: tuple[Mapping[str, FunctionRow | OperatorRow], ...] = (FUNCTIONS, OPERATORS)
+    return {name: row.code[target] for table in tables for name, row in table.items() if target in row.code}
+
 
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
 NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS})

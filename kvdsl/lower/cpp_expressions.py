@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, POOLS, RANGES, REDUCTIONS
+from kvdsl.ir.ops import FIXED, POOLS, RANGES, REDUCTIONS, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
     Code,
@@ -26,14 +26,11 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
-    pair,
 )
 from kvdsl.lower.spelling import spelled
 
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
-_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "acos", "floor", "ceil")} | {"abs": "std::fabs"}
-_FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum", "%": "kvdsl::modulo", "begun": "kvdsl::begun"}
 _FOLDED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
@@ -56,30 +53,21 @@ class _CppPrinter(Printer):
     strength = _STRENGTH
     unary = _UNARY
     inversion = "!"
+    functions: ClassVar[dict[str, str]] = functions_of("cpp") | {"begun": "kvdsl::begun"}
+    squared, raised = "kvdsl::square", "std::pow"
     one, zero = "1.0", "0.0"
 
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment(f"({{}} ? {self.one} : {self.zero})", condition)
 
-    def power(self, expr: Call) -> Fragment:
-        """Squares are products."""
-        base, exponent = expr.args
-        if exponent == Number(value=2):
-            return fragment("kvdsl::square({})", self.value(base))
-        return fragment("std::pow({}, {})", self.value(base), self.value(exponent))
-
     def _where(self, expr: Call) -> Fragment:
         condition, yes, no = expr.args
         return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
 
-    def _function(self, expr: Call) -> Fragment:
-        args = pair(expr) if expr.op in ("min", "max") else expr.args
-        return fragment(f"{_FUNCTIONS[expr.op]}({', '.join('{}' for _ in args)})", *map(self.value, args))
-
     code: ClassVar[Code] = {
         **Printer.code,
-        **dict.fromkeys(_FUNCTIONS, _function),
-        "**": power,
+        **dict.fromkeys(functions, Printer.function),
+        "**": Printer.power,
         "where": _where,
     }
 

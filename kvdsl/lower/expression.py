@@ -216,6 +216,10 @@ class Printer(ABC):
     # Binding strength of the target's binary operators; higher binds tighter. Conditions use & and |, which vectorise.
     strength: ClassVar[dict[str, int]]
     unary: ClassVar[int]
+    functions: ClassVar[Mapping[str, str]]  # what the target calls them; each needs `library` of what surrounds it
+    library: ClassVar[tuple[Use, ...]] = ()
+    squared: ClassVar[str]
+    raised: ClassVar[str]
     inversion: ClassVar[str] = "~"
     zero: ClassVar[str] = "0"
 
@@ -258,6 +262,19 @@ class Printer(ABC):
     def operand(self, side: Expr, whole: Call) -> Fragment:
         """An operand of `&` or `|`. These bind tighter than comparisons in Python, so each that is not an atom is bracketed."""
         return self.truth(side, ATOM)
+
+    def function(self, expr: Call) -> Fragment:
+        """A call. Targets have `min` and `max` of two."""
+        args = pair(expr) if expr.op in ("min", "max") else expr.args
+        places = ", ".join("{}" for _ in args)
+        return fragment(f"{self.functions[expr.op]}({places})", *map(self.value, args), uses=self.library)
+
+    def power(self, expr: Call) -> Fragment:
+        """Squares are products."""
+        base, exponent = expr.args
+        if exponent == Number(value=2):
+            return fragment(f"{self.squared}({{}})", self.value(base))
+        return fragment(f"{self.raised}({{}}, {{}})", self.value(base), self.value(exponent))
 
     def _literal(self, expr: Number) -> Fragment:
         return replace(self.number(expr.value), binds=self.unary if expr.value < 0 else ATOM)

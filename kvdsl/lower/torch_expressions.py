@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef, call, is_call
-from kvdsl.ir.ops import FIXED, INPUTS, OF_QUERY_HEADS, POOLS
+from kvdsl.ir.ops import FIXED, INPUTS, OF_QUERY_HEADS, POOLS, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import of_query_heads, walk
 from kvdsl.lower.expression import (
@@ -37,7 +37,6 @@ _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 _OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
 _OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
-_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "acos", "floor", "ceil")}
 _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
@@ -63,6 +62,8 @@ class _TorchPrinter(Printer):
     can = CAN
     strength = _STRENGTH
     unary = _UNARY
+    functions: ClassVar[dict[str, str]] = functions_of("torch")
+    library = (TORCH,)
 
     def number(self, value: float) -> Fragment:
         """A literal."""
@@ -91,13 +92,6 @@ class _TorchPrinter(Printer):
         chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
         return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
 
-    def _function(self, expr: Call) -> Fragment:
-        return self.library(expr.op, self.value(expr.args[0]))
-
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        """A function of one number."""
-        return fragment(f"{_FUNCTIONS[function]}({{}})", argument, uses=[TORCH])
-
     def _extreme(self, expr: Call) -> Fragment:
         """Min and max; against a literal it is a clamp."""
         left, right = pair(expr)
@@ -106,11 +100,11 @@ class _TorchPrinter(Printer):
         if isinstance(right, Number):
             bound = "min" if expr.op == "max" else "max"
             return fragment(f"({{}}).clamp({bound}={{}})", self.value(left), self.number(right.value))
-        return fragment(f"torch.{expr.op}imum({{}}, {{}})", self.value(left), self.value(right), uses=[TORCH])
+        return self.function(expr)
 
     code: ClassVar[Code] = {
         **Printer.code,
-        **dict.fromkeys(_FUNCTIONS, _function),
+        **dict.fromkeys(functions, Printer.function),
         **dict.fromkeys(("min", "max"), _extreme),
         "**": _power,
         "where": _where,
@@ -184,8 +178,8 @@ class TokenPrinter(_TorchPrinter):
     def of_dtype(self, value: float) -> Fragment:
         return Fragment(f"new.number({print_number(value)})")
 
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        return fragment("new.sqrt({})", argument) if function == "sqrt" else super().library(function, argument)
+    def _sqrt(self, expr: Call) -> Fragment:
+        return fragment("new.sqrt({})", self.value(expr.args[0]))
 
     def reduce(self, expr: Reduce) -> Fragment:
         body = self.of_dtype(expr.body.value) if isinstance(expr.body, Number) else self.value(expr.body)
@@ -196,6 +190,7 @@ class TokenPrinter(_TorchPrinter):
         **_TorchPrinter.code,
         **dict.fromkeys(("k", "v"), lambda _, expr: Fragment(f"new.{expr.name}")),
         "tensor": lambda _, expr: Fragment(f'new.tensor("{expr.name}", dims={expr.dims})'),
+        "sqrt": _sqrt,
         "given": lambda _, expr: Fragment(f'new.given("{expr.name}")'),
     }
 
@@ -229,10 +224,8 @@ class TensorPrinter(_TorchPrinter):
             names=self._names,
         )
 
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        if function == "sqrt":
-            return fragment(f"{self._view}.sqrt({{}})", argument)
-        return super().library(function, argument)
+    def _sqrt(self, expr: Call) -> Fragment:
+        return fragment(f"{self._view}.sqrt({{}})", self.value(expr.args[0]))
 
     def number(self, value: float) -> Fragment:
         """A literal beside float32 tensors."""
@@ -387,6 +380,7 @@ class TensorPrinter(_TorchPrinter):
         "tensor": _tensor,
         "vectors": lambda self, expr: self._of_view(f'vectors("{expr.name}")'),
         "column": Printer.read_column,
+        "sqrt": _sqrt,
         "rank": _rank,
         "random": lambda self, _: self._of_view("random()", grouped=True, dims=True),
         "begun": _begun,

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED
+from kvdsl.ir.ops import FIXED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
@@ -28,7 +28,6 @@ from kvdsl.lower.expression import (
     fragment,
     is_vector,
     names_of,
-    pair,
     texts,
     uses_of,
 )
@@ -38,7 +37,6 @@ from kvdsl.lower.spelling import size_of, spelled
 STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
 STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
-_FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")} | {"%": "ops.modulo"}
 CAN = Target(
     reduces={
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
@@ -59,17 +57,11 @@ class _TritonPrinter(Printer):
     can = CAN
     strength = STRENGTH
     unary = _UNARY
-    raised: ClassVar[str] = "ops.power"
+    functions: ClassVar[dict[str, str]] = functions_of("triton") | {"begun": "ops.begun"}
+    squared, raised = "ops.square", "ops.power"
 
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment("tl.where({}, 1.0, 0.0)", condition)
-
-    def power(self, expr: Call) -> Fragment:
-        """A power, in double precision but for squares."""
-        base, exponent = expr.args
-        if exponent == Number(value=2):
-            return fragment("ops.square({})", self.value(base))
-        return fragment(f"{self.raised}({{}}, {{}})", self.value(base), self.value(exponent))
 
     def operand(self, side: Expr, whole: Call) -> Fragment:
         alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
@@ -79,17 +71,10 @@ class _TritonPrinter(Printer):
         condition, yes, no = expr.args
         return fragment("tl.where({}, {}, {})", self.truth(condition), self.value(yes), self.value(no))
 
-    def _extreme(self, expr: Call) -> Fragment:
-        return fragment(f"ops.{expr.op}imum({{}}, {{}})", *map(self.value, pair(expr)))
-
-    def _function(self, expr: Call) -> Fragment:
-        return fragment(f"{_FUNCTIONS[expr.op]}({', '.join('{}' for _ in expr.args)})", *map(self.value, expr.args))
-
     code: ClassVar[Code] = {
         **Printer.code,
-        **dict.fromkeys(_FUNCTIONS, _function),
-        **dict.fromkeys(("min", "max"), _extreme),
-        "**": power,
+        **dict.fromkeys(functions, Printer.function),
+        "**": Printer.power,
         "where": _where,
     }
 
@@ -135,8 +120,9 @@ class BlockPrinter(_TritonPrinter):
         name = {"/": "tl.div_rn", "sqrt": "tl.sqrt_rn"}[expr.op]
         return fragment(f"{name}({', '.join('{}' for _ in expr.args)})", *map(self.value, expr.args))
 
-    def _power_of_slots(self, expr: Call) -> Fragment:
-        made = self.power(expr)
+    def power(self, expr: Call) -> Fragment:
+        """In double precision but for squares."""
+        made = super().power(expr)
         return made if expr.args[1] == Number(value=2) else fragment("{}.to(tl.float32)", made)
 
     def column(self, name: str) -> Fragment:
@@ -163,12 +149,11 @@ class BlockPrinter(_TritonPrinter):
         **dict.fromkeys(("attn", "logit", "q", "k", "v", "position", "age", "live", "observed", "query_head"), _input),
         **dict.fromkeys(FIXED, lambda _, expr: fragment("{}.to(tl.float32)", number(expr.name))),
         **dict.fromkeys(("/", "sqrt"), _rounded),
-        "**": _power_of_slots,
+        "**": power,
         "param": lambda _, expr: fragment("{}.to(tl.float32)", number(spelled(expr.name))),
         "tensor": lambda _, expr: constant(expr),
         "column": Printer.read_column,
         "random": lambda *_: Fragment("ops.random(random_key, pos, now)", uses=(Use("helper", "random_key"),)),
-        "begun": lambda self, expr: fragment("ops.begun({}, {})", *map(self.value, expr.args)),
     }
 
 
