@@ -8,7 +8,6 @@ from typing import Literal
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
-    PREVIOUS,
     Axis,
     Expr,
     Fold,
@@ -23,7 +22,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
     Within,
 )
-from kvdsl.ir.ops import CONDITIONS, INPUTS
+from kvdsl.ir.ops import CONDITIONS, INPUTS, OPERATIONS
 from kvdsl.passes import fold
 
 NO_AXES: frozenset[Axis] = frozenset()
@@ -89,7 +88,8 @@ def call(op: str, *args: Value) -> Value:
     expr = ir.call(op, *(arg.expr for arg in args))
     condition = op in CONDITIONS or (op == "where" and all(arg.condition for arg in args))
     made = _combined(expr, args, condition, fold.apply(op, *(arg.constant for arg in args)))
-    return replace(made, axes=axes_of(expr))
+    axes = OPERATIONS[op](made.axes)
+    return made if axes == made.axes else replace(made, axes=axes)
 
 
 def reduce(
@@ -130,31 +130,16 @@ def project(body: Value, matrix: Tensor) -> Value:
     return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
 
 
-def leverage(body: Value, ridge: Value) -> Value:
-    """How little of a slot's vector the others span."""
-    return replace(call("leverage", body, ridge), spaces=NO_SPACES)
-
-
 def rank(body: Value, within: Literal["all", "page", "heads"], by: Value | None = None) -> Value:
     """A place in an order."""
     expr = Rank(body=body.expr, within=within, by=None if by is None else by.expr)
     return _combined(expr, (body,) if by is None else (body, by), condition=False, constant=None)
 
 
-def previous() -> Value:
-    """What a fold came to before."""
-    return Value(PREVIOUS, frozenset({Axis.SLOT}))
-
-
 def fold_of(body: Value, start: Value, over: Literal["queries", "prunes"]) -> Value:
     """A recurrence."""
     made = _combined(Fold(body=body.expr, start=start.expr, over=over), (body, start), condition=False, constant=None)
     return replace(made, axes=frozenset({Axis.SLOT}), observes=True)
-
-
-def pool(op: str, body: Value, size: Value) -> Value:
-    """A pool along the slots."""
-    return replace(call(op, body, size), pools=True)
 
 
 def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: float | None) -> Value:
