@@ -141,8 +141,6 @@ def parameters(name: str, *, extreme: bool = False) -> tuple[str, ...]:
     """
     if name in ops.REDUCTIONS and not extreme:
         return ("x", "d") if ops.REDUCTIONS[name].decay else ("x",)
-    if name in ops.POOLS:
-        return ("x", "n")
     if name in ops.FORMS:
         return tuple(re.findall(r"\w+", ops.FORMS[name].written)[1:])
     return _PARAMETERS[ops.ELEMENTWISE[name] - 1]
@@ -155,7 +153,7 @@ def written(name: str, *, extreme: bool = False) -> str:
 
 def meaning(name: str) -> str | None:
     """What an input or a built-in function is, in a line; None of other names."""
-    for table in (ops.FORMS, ops.INPUTS, ops.REDUCTIONS, ops.POOLS, ops.FUNCTIONS):
+    for table in (ops.FORMS, ops.INPUTS, ops.REDUCTIONS, ops.FUNCTIONS):
         if name in table:
             return table[name].doc
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdsl.compiler import plan_of
 from kvdsl.explain import DTYPES
-from kvdsl.ir.nodes import Call, Column, ColumnRef, Expr, FoldRef, Input, Number, ParamRef, Policy, RingRef, TensorRef
+from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, ParamRef, Policy, TensorRef, is_call
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
@@ -250,7 +250,7 @@ def _state(column: Column, lowered: Policy, values: dict[str, float]) -> State:
 
 def _readers(column: Column, lowered: Policy) -> Iterator[str]:
     def reads(expr: Expr) -> bool:
-        return any(isinstance(node, (ColumnRef, FoldRef, RingRef)) and node.name == column.name for node in walk(expr))
+        return any(isinstance(node, ColumnRef) and node.name == column.name for node in walk(expr))
 
     yield from dict.fromkeys(name for name, expr in statements(lowered) if reads(expr))
     yield from (other.name for other in lowered.columns if other is not column and reads(other.body))
@@ -282,7 +282,7 @@ def _budgets(policy: Policy, values: dict[str, float]) -> Iterator[Budget]:
 
 def _branches(expr: Expr, policy: Policy) -> Iterator[Expr]:
     """What an expression is in the end, whatever the tensors say that its conditions read."""
-    if isinstance(expr, Call) and expr.function == "where" and tensors_of(expr.args[0], policy):
+    if is_call(expr, "where") and tensors_of(expr.args[0], policy):
         for branch in expr.args[1:]:
             yield from _branches(branch, policy)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
-from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Random, Tensor
+from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor, is_call
 from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import walk
@@ -98,7 +98,7 @@ def _evicts(policy: Policy) -> Iterator[str]:
         yield "nothing, ever"
         return
     score, parts = print_expression(policy.score), list(walk(policy.score))
-    chance = any(isinstance(node, Random) for node in parts)
+    chance = any(is_call(node, "random") for node in parts)
     if chance and not any(isinstance(node, Input) and INPUTS[node.name].axes for node in parts):
         yield f"by lot: the token with the lowest {score} leaves first"
     else:

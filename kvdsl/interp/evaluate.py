@@ -11,46 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    ColumnRef,
-    Enough,
-    Expr,
-    Fold,
-    FoldRef,
-    GivenRef,
-    Input,
-    Leverage,
-    Number,
-    Other,
-    ParamRef,
-    Pool,
-    Previous,
-    Project,
-    Random,
-    Rank,
-    Reduce,
-    RingRef,
-    Rotate,
-    TensorRef,
-)
-from kvdsl.ir.nodes import Call as FunctionCall
-from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
+from kvdsl.ir.nodes import PREVIOUS, Axis, Call, ColumnRef, Expr, Fold, Input, Other, Rank, Reduce, TensorRef, is_call
+from kvdsl.ir.ops import FARTHEST, MOST_STEPS, POOLS, REDUCTIONS
 from kvdsl.ir.visitors import children, of_one_slot
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int64]
-Remembered: TypeAlias = "Reduce | Fold | ColumnRef | FoldRef | RingRef"
-"""What an expression asks of the memory: a reduction over queries, a fold, a state column, or a reduction of a ring."""
+Remembered: TypeAlias = "Reduce | Fold | ColumnRef"
+"""What an expression asks of the memory: a reduction over queries, a fold, or a state column."""
 
 
 class Rotation(Protocol):
@@ -79,7 +55,6 @@ class Scope:
         tensors: what its tensors have for the KV head, [1, dims or 1] each; a matrix [dims, rank].
         given: what the caller gave of the slots' tokens, [slots, 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
-        previous: in the body of a fold, what it came to before, [slots, 1].
         random: the slots' random numbers, [slots, 1].
         page: the tokens of a page. `page_after`: those before the page from which pages are counted.
         sketch: the sketch's dims, ascending; None before the first sketch.
@@ -98,7 +73,6 @@ class Scope:
     tensors: Mapping[str, Array] = field(default_factory=dict)
     given: Mapping[str, Array] = field(default_factory=dict)
     recall: Callable[[Remembered], Array] = _remembers_nothing
-    previous: Array | None = None
     random: Callable[[], Array] | None = None
     page: float = 1
     page_after: float = 0
@@ -144,69 +118,37 @@ def evaluate(expr: Expr, scope: Scope) -> Array:
 def _value(expr: Expr, scope: Scope) -> Array:
     if scope.known and expr in scope.known:
         return scope.known[expr]
-    if isinstance(expr, Number):
-        return number(expr.value)
-    if isinstance(expr, ParamRef):
-        return number(scope.params[expr.name])
-    if isinstance(expr, TensorRef):
-        row = scope.tensors[expr.name]
-        if not expr.group:
-            return row
-        own: Array = row[scope.query_head]
-        return own if own.ndim == 2 else own[None]
-    if isinstance(expr, GivenRef):
-        return scope.given[expr.name]
-    if isinstance(expr, Input):
-        return scope.inputs[expr.name]
-    if isinstance(expr, Random):
-        assert scope.random is not None
-        return scope.random()
-    if isinstance(expr, FunctionCall):
-        return _FUNCTIONS[expr.function](*(_value(arg, scope) for arg in expr.args))
-    if isinstance(expr, Binary):
-        return _OPERATORS[expr.op](_value(expr.left, scope), _value(expr.right, scope))
-    if isinstance(expr, Project):
-        projected: Array = _value(expr.body, scope) @ _value(expr.matrix, scope)
-        return projected
-    if isinstance(expr, Rotate):
-        return _rotate(expr, scope)
-    if isinstance(expr, Leverage):
-        return _leverage(expr, scope)
-    if isinstance(expr, Rank):
-        return _rank(expr, scope)
-    if isinstance(expr, Pool):
-        return _pool(expr, scope)
-    if isinstance(expr, Enough):
-        return _enough(expr, scope)
-    if isinstance(expr, FoldRef):
-        return _begun(expr, scope)
-    if isinstance(expr, Fold):
-        return _begun(expr, scope) if expr.over == "queries" else next_of(expr, scope)
-    if isinstance(expr, Previous):
-        assert scope.previous is not None
-        return scope.previous
-    if isinstance(expr, Reduce) and expr.within == "text":
+    return _VALUES[expr.kind](expr, scope)
+
+
+def _tensor(expr: TensorRef, scope: Scope) -> Array:
+    row = scope.tensors[expr.name]
+    return np.atleast_2d(row[scope.query_head]) if expr.group else row
+
+
+def _call(expr: Call, scope: Scope) -> Array:
+    """Of an operation that is not elementwise its meaning decides in what scope its operands are found."""
+    if expr.op in _OPERATIONS:
+        return _OPERATIONS[expr.op](scope, *expr.args)
+    return _ELEMENTWISE[expr.op](*(_value(arg, scope) for arg in expr.args))
+
+
+def _reduce(expr: Reduce, scope: Scope) -> Array:
+    if expr.within == "text":
         return _over_text(expr, scope)
-    assert not isinstance(expr, Other), "known in a reduction over others"
-    if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
+    if expr.axis is Axis.QUERY:
         return scope.recall(expr)
-    if expr.axis is Axis.OTHER:
-        return _over_others(expr, scope)
-    if expr.axis is Axis.HEAD:
-        return _over_heads(expr, scope)
-    return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
+    return _RANGES[expr.axis](expr, scope)
 
 
 def next_of(fold: Fold, scope: Scope) -> Array:
     """What a fold comes to next, [slots or 1, 1]: its body, of what it came to before."""
-    return _value(fold.body, replace(scope, previous=_begun(fold, scope)))
+    return _value(fold.body, replace(scope, inputs={**scope.inputs, PREVIOUS.name: _folded(fold, scope)}))
 
 
-def _begun(fold: Fold | FoldRef, scope: Scope) -> Array:
-    """What a fold has come to; its start where that is no number."""
-    held, start = scope.recall(fold), _value(fold.start, scope)
-    begun: Array = np.where(np.isnan(held), start, held)
-    return begun
+def _folded(fold: Fold, scope: Scope) -> Array:
+    """What a fold has come to."""
+    return _begun(scope.recall(fold), _value(fold.start, scope))
 
 
 def evaluate_number(expr: Expr, scope: Scope) -> float:
@@ -229,9 +171,7 @@ def evaluate_group(expr: Expr, scope: Scope) -> Array:
 
 def differs_by_query_head(expr: Expr) -> bool:
     """Whether a value of a settle differs between the query heads of a group; what pools is reduced before."""
-    if isinstance(expr, Pool):
-        return False
-    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
+    if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
         return False
     own = (isinstance(expr, TensorRef) and expr.group) or expr == Input(name="q")
     return own or any(map(differs_by_query_head, children(expr)))
@@ -253,18 +193,24 @@ def _over_text(expr: Reduce, scope: Scope) -> Array:
     return reduced
 
 
-def _rotate(expr: Rotate, scope: Scope) -> Array:
-    """A vector turned, or its pairs' lengths."""
-    x = _value(expr.body, scope)
-    if expr.op == "pairs":
-        return np.abs(x) if scope.rope is None else scope.rope.pairs(x)
-    assert expr.by is not None
-    if expr.op == "turn":
-        return _turned(x, _value(expr.by, scope), scope)
-    newest, count = float(scope.inputs["seen"].item()) - 1, int(at_least_one(evaluate_number(expr.by, scope)))
-    factor = None if expr.factor is None else evaluate_number(expr.factor, scope)
+def _pairs(scope: Scope, vector: Expr) -> Array:
+    """The lengths of a vector's pairs."""
+    x = _value(vector, scope)
+    return np.abs(x) if scope.rope is None else scope.rope.pairs(x)
+
+
+def _turn(scope: Scope, vector: Expr, by: Expr) -> Array:
+    """A vector, turned on by places."""
+    return _turned(_value(vector, scope), _value(by, scope), scope)
+
+
+def _ahead(scope: Scope, vector: Expr, by: Expr, step: Expr | None = None) -> Array:
+    """The mean of a vector, turned back by the places of queries to come."""
+    x = _value(vector, scope)
+    newest, count = float(scope.inputs["seen"].item()) - 1, int(at_least_one(evaluate_number(by, scope)))
+    factor = None if step is None else evaluate_number(step, scope)
     count = min(count, FARTHEST if factor is None else MOST_STEPS)
-    places = range(1, count + 1) if factor is None else [factor**step for step in range(count)]
+    places = range(1, count + 1) if factor is None else [factor**n for n in range(count)]
     turned: Array = np.mean([_turned(x, number(-(newest + place)), scope) for place in places], axis=0)
     return turned
 
@@ -275,10 +221,21 @@ def _turned(x: Array, shift: Array, scope: Scope) -> Array:
     return np.array(x) if scope.rope is None else scope.rope.rotate(x, shift)
 
 
-def _leverage(expr: Leverage, scope: Scope) -> Array:
+def _project(scope: Scope, vector: Expr, matrix: Expr) -> Array:
+    projected: Array = _value(vector, scope) @ _value(matrix, scope)
+    return projected
+
+
+def _random(scope: Scope) -> Array:
+    assert scope.random is not None
+    return scope.random()
+
+
+def _leverage(scope: Scope, vector: Expr, add: Expr) -> Array:
     """From the definition: x (XᵀX + ridge)⁻¹ x of each row x of X."""
-    x = np.broadcast_to(_value(expr.body, scope), (scope.slots, _value(expr.body, scope).shape[1]))
-    size, ridge = x.shape[1], evaluate_number(expr.ridge, scope)
+    x = _value(vector, scope)
+    x = np.broadcast_to(x, (scope.slots, x.shape[1]))
+    size, ridge = x.shape[1], evaluate_number(add, scope)
     place = np.arange(size)
     gram = np.where(place[:, None] == place[None], x.T @ x + ridge, x.T @ x)
     try:
@@ -449,27 +406,27 @@ def _rank_over_heads(expr: Rank, scope: Scope) -> Array:
     return per_slot(ranks[heads == scope.place])
 
 
-def _enough(expr: Enough, scope: Scope) -> Array:
+def _enough(scope: Scope, values: Expr, share: Expr, order: Expr) -> Array:
     """How many slots it takes, the highest first, until their values come to a share of the sum over all."""
-    body, by = (evaluate_slots(part, scope) for part in (expr.body, expr.by))
+    body, by = (evaluate_slots(part, scope) for part in (values, order))
     highest_first = ascending(by, scope.inputs["position"][:, 0].astype(np.int64))[::-1]
     sums = np.cumsum(body[highest_first])
-    reached = np.flatnonzero(sums >= evaluate_number(expr.share, scope) * sums[-1:])
+    reached = np.flatnonzero(sums >= evaluate_number(share, scope) * sums[-1:])
     return number(float(reached[0] + 1 if len(reached) else scope.slots))
 
 
-def _pool(expr: Pool, scope: Scope) -> Array:
+def _pool(op: str, scope: Scope, values: Expr, size: Expr) -> Array:
     """Each unprotected slot with its neighbours among these, in the order of the text; a protected one by itself."""
     if scope.unprotected is None:
         raise LookupError("only a score can pool")
-    body = evaluate_group(expr.body, scope)
-    radius = int(min(at_least_one(evaluate_number(expr.size, scope)), 2 * scope.slots) // 2)
+    body = evaluate_group(values, scope)
+    radius = int(min(at_least_one(evaluate_number(size, scope)), 2 * scope.slots) // 2)
     slots = np.flatnonzero(scope.unprotected)
     in_order = slots[np.argsort(scope.inputs["position"][slots, 0])]
     pooled = body.copy()
     for place, slot in enumerate(in_order):
         near = in_order[max(place - radius, 0) : place + radius + 1]
-        pooled[slot] = fold(expr.op, body[near], axis=0)[0]
+        pooled[slot] = fold(op, body[near], axis=0)[0]
     return per_slot(pooled)
 
 
@@ -547,7 +504,12 @@ def _where(condition: Array, yes: Array, no: Array) -> Array:
     return chosen
 
 
-_FUNCTIONS: dict[str, Callable[..., Array]] = {
+def _begun(held: Array, start: Array) -> Array:
+    begun: Array = np.where(np.isnan(held), start, held)
+    return begun
+
+
+_ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "neg": np.negative,
     "not": lambda x: _as_number(~_truth(x)),
     "abs": np.abs,
@@ -560,9 +522,7 @@ _FUNCTIONS: dict[str, Callable[..., Array]] = {
     "min": lambda *args: reduce(np.minimum, args),
     "max": lambda *args: reduce(np.maximum, args),
     "where": _where,
-}
-
-_OPERATORS: dict[str, Callable[[Array, Array], Array]] = {
+    "begun": _begun,
     "+": np.add,
     "-": np.subtract,
     "*": np.multiply,
@@ -578,3 +538,36 @@ _OPERATORS: dict[str, Callable[[Array, Array], Array]] = {
     "and": lambda a, b: _as_number(_truth(a) & _truth(b)),
     "or": lambda a, b: _as_number(_truth(a) | _truth(b)),
 }
+
+_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "random": _random,
+    "project": _project,
+    "turn": _turn,
+    "ahead": _ahead,
+    "pairs": _pairs,
+    "leverage": _leverage,
+    "enough": _enough,
+    "max_pool": partial(_pool, "max"),
+    "mean_pool": partial(_pool, "mean"),
+}
+
+_RANGES: dict[Axis, Callable[[Reduce, Scope], Array]] = {
+    Axis.SLOT: _over_slots,
+    Axis.DIM: _over_dims,
+    Axis.OTHER: _over_others,
+    Axis.HEAD: _over_heads,
+}
+
+_VALUES: dict[str, Callable[..., Array]] = {
+    "number": lambda expr, _: number(expr.value),
+    "param": lambda expr, scope: number(scope.params[expr.name]),
+    "tensor": _tensor,
+    "given": lambda expr, scope: scope.given[expr.name],
+    "input": lambda expr, scope: scope.inputs[expr.name],
+    "column": lambda expr, scope: scope.recall(expr),
+    "call": _call,
+    "reduce": _reduce,
+    "rank": _rank,
+    "fold": lambda expr, scope: _folded(expr, scope) if expr.over == "queries" else next_of(expr, scope),
+}
+"""What every kind of node is, but for `Other`, which is known in a reduction over others."""

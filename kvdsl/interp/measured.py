@@ -9,7 +9,7 @@ import numpy as np
 
 from kvdsl.interp.evaluate import Scope, at_least_one, evaluate_number
 from kvdsl.interp.numbers import Numbers
-from kvdsl.ir.nodes import Enough, Expr, Number, Policy, Reduce
+from kvdsl.ir.nodes import Expr, Number, Policy, is_call
 from kvdsl.ir.visitors import rewrite
 
 
@@ -38,7 +38,7 @@ def _averaged(expr: Expr, scopes: Sequence[Scope]) -> Expr:
     """The expression with what it finds of the slots put in: the mean over the heads."""
 
     def rule(part: Expr) -> Expr | None:
-        if not isinstance(part, (Reduce, Enough)):
+        if part.kind != "reduce" and not is_call(part, "enough"):
             return None
         return Number(value=float(np.mean([evaluate_number(part, scope) for scope in scopes])))
 

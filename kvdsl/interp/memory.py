@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kvdsl.interp.evaluate import Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, walk
 
@@ -95,9 +95,9 @@ class History:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """The reduction of a body, from its definition."""
-        if leaf.kind == "fold":
+        if isinstance(leaf, Fold):
             return per_slot(self._folded[leaf][moment.chosen])
-        if leaf.kind != "reduce":
+        if isinstance(leaf, ColumnRef):
             raise LookupError(f"the history has no column `{leaf.name}`")
         slots = self._received[leaf.body]
         first = -np.inf
@@ -193,21 +193,20 @@ class Columns:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """The column, or the reduction of a ring."""
-        if leaf.kind in ("reduce", "fold"):
+        if not isinstance(leaf, ColumnRef):
             raise LookupError(f"the {leaf.kind} was not made a column")
-        assert not isinstance(leaf, (Reduce, Fold))
         held = self.values[leaf.name][moment.chosen]
-        return self._over_ring(leaf, held, moment) if isinstance(leaf, RingRef) else per_slot(held)
+        return per_slot(held) if leaf.op is None else self._over_ring(leaf.name, leaf.op, held, moment)
 
-    def _over_ring(self, leaf: RingRef, held: Array, moment: Moment) -> Array:
+    def _over_ring(self, name: str, op: str, held: Array, moment: Moment) -> Array:
         """Each slot's places are read from the oldest query to the newest that it still holds."""
-        column = next(column for column in self._columns if column.name == leaf.name)
+        column = next(column for column in self._columns if column.name == name)
         size = _ring_size(column, moment.number)
         queries = range(max(moment.since, moment.newest - size + 1), moment.newest + 1)
         reach = np.inf if moment.window is None else moment.window
         return per_slot(
             [
-                over_queries(leaf.op, [places[query % size] for query in queries if own <= query < own + reach])
+                over_queries(op, [places[query % size] for query in queries if own <= query < own + reach])
                 for places, own in zip(held, moment.position, strict=True)
             ]
         )
@@ -231,12 +230,12 @@ def _ring_size(column: Column, number: Callable[[Expr], float]) -> int:
 
 
 def _read_before_reading(columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """The columns, each after those that its body reads."""
-    by_name = {column.name: column for column in columns}
+    """The columns, each after those that its body reads; folds are read as they were before the query."""
+    by_name = {column.name: column for column in columns if column.rule not in ("fold", "prune")}
 
     def with_what_it_reads(column: Column) -> Iterator[Column]:
         for part in walk(column.body):
-            if isinstance(part, (ColumnRef, RingRef)):
+            if isinstance(part, ColumnRef) and part.name in by_name:
                 yield from with_what_it_reads(by_name[part.name])
         yield column
 

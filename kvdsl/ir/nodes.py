@@ -9,7 +9,7 @@ queries (the tokens that attend), slots (the cached tokens) and dims (of a key, 
 """
 
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
@@ -38,7 +38,7 @@ class _ByKind:
 
 def _expression(value: Any) -> Any:
     """An expression, also from what `model_dump` made of one."""
-    if isinstance(value, EXPRESSIONS):
+    if isinstance(value, Expression):
         return value
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -47,10 +47,7 @@ def _expression(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Other | Fold | Previous | Project | Rotate"
-        " | Leverage | Rank | Enough | Pool | ColumnRef | RingRef | FoldRef"
-    )
+    Expr: TypeAlias = "Number | ParamRef | TensorRef | GivenRef | Input | Call | Reduce | Rank | Other | Fold | ColumnRef"
 else:
     Expr = Annotated[Any, _ByKind]
 
@@ -71,28 +68,34 @@ def _row_of(table: Container[str]) -> AfterValidator:
 
 Within = Literal["all", "page", "next", "sketch", "text", "self"]
 InputName = Annotated[str, _row_of(ops.INPUTS)]
-Function = Annotated[str, _row_of(ops.FUNCTIONS)]
-Operator = Annotated[str, _row_of(ops.OPERATORS)]
+Operation = Annotated[str, _row_of(ops.OPERATIONS)]
 ReduceOp = Annotated[str, _row_of(ops.REDUCTIONS)]
 ColumnRule = Annotated[str, _row_of(ops.RULES)]
 TensorAxis = Annotated[str, _row_of(AXES)]
 
 
-class Number(Node):
+class Expression(Node):
+    """A node of an expression; `kind` says which, and `operands` which of its fields are expressions themselves, if they are there."""
+
+    operands: ClassVar[tuple[str, ...]] = ()
+    kind: str
+
+
+class Number(Expression):
     """A literal."""
 
     kind: Literal["number"] = "number"
     value: float
 
 
-class ParamRef(Node):
+class ParamRef(Expression):
     """The value of one of the policy's params."""
 
     kind: Literal["param"] = "param"
     name: str
 
 
-class TensorRef(Node):
+class TensorRef(Expression):
     """What one of the policy's tensors has for the KV head and its layer: a number, or with `dims` one for each dim of a key.
 
     With `group` each query head has its own.
@@ -104,50 +107,53 @@ class TensorRef(Node):
     group: bool = False
 
 
-class GivenRef(Node):
+class GivenRef(Expression):
     """What the caller gave of a token, for the KV head: one of the policy's `given` values. Passes make a column of it."""
 
     kind: Literal["given"] = "given"
     name: str
 
 
-class Input(Node):
+class Input(Expression):
     """Something the kernel sees: a probability, a vector, a position, a count.
 
-    `observed` is the number of queries that could see the slot while it was cached; `count()` means it.
+    `observed` is the number of queries that could see the slot while it was cached; `count()` means it. `prev` is, in the body of a fold,
+    what it came to before.
     """
 
     kind: Literal["input"] = "input"
     name: InputName
 
 
-class Random(Node):
-    """A counter-based random number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position).
+class Call(Expression):
+    """An operation on the values of `args`, by its name in `kvdsl.ir.ops.OPERATIONS`.
 
-    Inside a reduction over queries the newest position is the query's own, so that each query draws for each slot.
+    Functions and operators work on each number by itself: `where(c, a, b)` is a where c holds, else b; comparisons and logic give 0 or 1.
+    The others:
+
+    - `random()`: a counter-based number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position). Inside a reduction
+      over queries the newest position is the query's own, so that each query draws for each slot.
+    - `project(x, matrix)`: a vector over the dims of a key as one over the `rank` of a matrix.
+    - `turn(x, n)`, of a vector over the dims of a key: rotated on by n places, as the model rotates. `ahead(x, n)`: the mean of it turned
+      back by the places newest + 1, ..., newest + n; with a factor, newest + 1, newest + factor, newest + factor ** 2 and so on.
+      `pairs(x)`: at each dim the length of the pair that is rotated together; of a dim that is not rotated its own.
+    - `leverage(x, ridge)`, of each slot's vector: x times the inverse of (the sum of x xᵀ over slots + ridge times the identity) times x.
+      NaN where there is no inverse.
+    - `enough(x, share, by)`: how many slots it takes, the highest `by` first, until their x come to a share of the sum over all: one at
+      least. It ranges over the slots that a `Reduce` over slots would. Of equals the newer is first, a NaN last; where the sum is never
+      reached, which a NaN among the values makes so, it takes all slots. Only counts read it: a budget, and how many are selected.
+    - `max_pool(x, n)`, `mean_pool(x, n)`: at every unprotected slot the largest (or mean) x of the unprotected slots at most n // 2 places
+      before or behind. Places are counted among the unprotected slots in the order of the text; a protected slot has its own x. Only a
+      score pools.
+    - `begun(held, start)`: what is held, or start where that is NaN. Only passes make it, of the column of a fold.
     """
 
-    kind: Literal["random"] = "random"
-
-
-class Call(Node):
-    """An elementwise function. `where(c, a, b)` is a where c holds, else b."""
-
     kind: Literal["call"] = "call"
-    function: Function
-    args: tuple[Expr, ...]
+    op: Operation
+    args: tuple[Expr, ...] = ()
 
 
-class Binary(Node):
-    """An arithmetic, comparing (0 or 1) or logical operator."""
-
-    kind: Literal["binary"] = "binary"
-    op: Operator
-    left: Expr
-    right: Expr
-
-
-class Reduce(Node):
+class Reduce(Expression):
     """A reduction of `body` over one axis.
 
     Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last` over those
@@ -163,6 +169,7 @@ class Reduce(Node):
     `std` and `var` are the population's.
     """
 
+    operands = ("body", "last", "decay", "after", "where", "by")
     kind: Literal["reduce"] = "reduce"
     op: ReduceOp
     axis: Axis
@@ -180,67 +187,29 @@ class Reduce(Node):
         return ops.range_of(self.axis, self.within, last=self.last is not None)
 
 
-class Other(Node):
+class Other(Expression):
     """In a reduction over others, what the other slot has of `body`."""
 
+    operands = ("body",)
     kind: Literal["other"] = "other"
     body: Expr
 
 
-class Fold(Node):
-    """A recurrence of one's own: what `body` makes of what it made before (`Previous`), beginning with `start`.
+class Fold(Expression):
+    """A recurrence of one's own: what `body` makes of what it made before (the input `prev`), beginning with `start`.
 
     Over queries `body` is found at every query that sees the slot; another fold in it is read as it was before that query. Over prunes
     it is found in a settle, and remembered if the KV head loses tokens in it. Where it is NaN, a fold begins anew, as `start`.
     """
 
+    operands = ("body", "start")
     kind: Literal["fold"] = "fold"
     body: Expr
     start: Expr
     over: Literal["queries", "prunes"] = "queries"
 
 
-class Previous(Node):
-    """In the body of a fold, what it came to before."""
-
-    kind: Literal["previous"] = "previous"
-
-
-class Project(Node):
-    """A vector over the dims of a key as one over the `rank` of a matrix: the sum over dims of `body` times `matrix`."""
-
-    kind: Literal["project"] = "project"
-    body: Expr
-    matrix: Expr
-
-
-class Rotate(Node):
-    """A vector over the dims of a key, rotated as the model rotates.
-
-    `turn`: on by `by` places. `ahead`: the mean of it turned back by the places newest + 1, ..., newest + `by`; with a `factor`, newest +
-    1, newest + factor, newest + factor ** 2 and so on. `pairs`: at each dim the length of the pair that is rotated together; of a dim that
-    is not rotated its own.
-    """
-
-    kind: Literal["rotate"] = "rotate"
-    op: Literal["turn", "ahead", "pairs"]
-    body: Expr
-    by: Expr | None = None
-    factor: Expr | None = None
-
-
-class Leverage(Node):
-    """Of each slot's vector `body`, x: x times the inverse of (the sum of x xᵀ over slots + `ridge` times the identity) times x.
-
-    NaN where there is no inverse.
-    """
-
-    kind: Literal["leverage"] = "leverage"
-    body: Expr
-    ridge: Expr
-
-
-class Rank(Node):
+class Rank(Expression):
     """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
 
     Of the slots that the query sees (inside a reduction over queries, or in a selection), or of the live slots; within a page of
@@ -248,85 +217,50 @@ class Rank(Node):
     `by` of those with the same key as the slot.
     """
 
+    operands = ("body", "by")
     kind: Literal["rank"] = "rank"
     body: Expr
     within: Literal["all", "page", "heads"] = "all"
     by: Expr | None = None
 
 
-class Enough(Node):
-    """How many slots it takes, the highest `by` first, until their `body` comes to `share` of the sum over all: one at least.
-
-    It ranges over the slots that a `Reduce` over slots would. Of equals the newer is first, a NaN last; where the sum is never
-    reached, which a NaN among the values makes so, it takes all slots. Only counts read it: a budget, and how many are selected.
-    """
-
-    kind: Literal["enough"] = "enough"
-    body: Expr
-    share: Expr
-    by: Expr
-
-
-class Pool(Node):
-    """At every unprotected slot the largest (or mean) `body` of the unprotected slots at most size // 2 places before or behind.
-
-    Places are counted among the unprotected slots in the order of the text; a protected slot has its own `body`. Only a score
-    pools.
-    """
-
-    kind: Literal["pool"] = "pool"
-    op: Literal["max", "mean"]
-    body: Expr
-    size: Expr
-
-
-class ColumnRef(Node):
-    """The value of a state column at a slot. Only passes make these (`kvdsl.passes.columns`)."""
+class ColumnRef(Expression):
+    """What a state column holds of a slot; of a ring, reduced by `op`. Only passes make these (`kvdsl.passes.columns`)."""
 
     kind: Literal["column"] = "column"
     name: str
+    op: ReduceOp | None = None
 
 
-class RingRef(Node):
-    """A reduction of what a `ring` column holds of a slot. Only passes make these (`kvdsl.passes.columns`)."""
-
-    kind: Literal["ring"] = "ring"
-    name: str
-    op: ReduceOp
-
-
-class FoldRef(Node):
-    """What a `fold` or `prune` column holds of a slot, `start` where that is NaN. Only passes make these (`kvdsl.passes.columns`)."""
-
-    kind: Literal["fold_column"] = "fold_column"
-    name: str
-    start: Expr
-
-
-EXPRESSIONS = (
-    Number,
-    ParamRef,
-    TensorRef,
-    GivenRef,
-    Input,
-    Random,
-    Call,
-    Binary,
-    Reduce,
-    Other,
-    Fold,
-    Previous,
-    Project,
-    Rotate,
-    Leverage,
-    Rank,
-    Enough,
-    Pool,
-    ColumnRef,
-    RingRef,
-    FoldRef,
-)
+EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Call, Reduce, Rank, Other, Fold, ColumnRef)
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
+
+
+PREVIOUS = Input(name="prev")
+
+
+def call(op: str, *args: Expr) -> Call:
+    """An operation on these operands."""
+    return Call(op=op, args=args)
+
+
+def is_call(expr: Expr | None, *ops: str) -> TypeGuard[Call]:
+    """Whether an expression is one of these operations."""
+    return isinstance(expr, Call) and expr.op in ops
+
+
+def children(expr: Expr) -> tuple[Expr, ...]:
+    """The direct operands of an expression."""
+    if isinstance(expr, Call):
+        return expr.args
+    return tuple(part for name in expr.operands if (part := getattr(expr, name)) is not None)
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """The expression and everything in it, outermost first."""
+    yield expr
+    for child in children(expr):
+        yield from walk(child)
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
@@ -510,7 +444,7 @@ class Policy(Node):
     def heads_vote(self) -> bool:
         """Whether what a decode query attends to is chosen by what all KV heads of a layer find."""
         return self.select is not None and any(
-            isinstance(part, Reduce) and part.axis is Axis.HEAD for part in _parts(self.select.by)
+            isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(self.select.by)
         )
 
     @property
@@ -527,7 +461,7 @@ class Policy(Node):
     def reads_text(self) -> bool:
         """Whether the score reads the queries of the whole prompt."""
         return self.score is not None and any(
-            isinstance(part, Reduce) and part.within == "text" for part in _parts(self.score)
+            isinstance(part, Reduce) and part.within == "text" for part in walk(self.score)
         )
 
     @property
@@ -536,7 +470,7 @@ class Policy(Node):
         by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
         by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
         by += [] if self.select is None else [self.select.measured, self.select.weight]
-        return any(isinstance(part, Rotate) for expr in by if expr is not None for part in _parts(expr))
+        return any(is_call(part, "turn", "ahead", "pairs") for expr in by if expr is not None for part in walk(expr))
 
     @property
     def remembers_prompts(self) -> bool:
@@ -553,12 +487,3 @@ class Policy(Node):
     def heads_share(self) -> bool:
         """Whether the KV heads of a layer may keep unequally many tokens of one budget."""
         return self.across is not None or self.one_pool
-
-
-def _parts(node: Any) -> Iterator[Any]:
-    """An expression and everything in it."""
-    yield node
-    for _, value in node:
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, EXPRESSIONS):
-                yield from _parts(part)

@@ -10,8 +10,8 @@ Nothing here is slow to import: no pydantic, no NumPy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol, TypeVar
 
@@ -111,6 +111,7 @@ INPUTS = _table(
         InputRow("query_position", frozenset({Axis.QUERY}), "the query's own place in the text"),
         InputRow("scaling", _NONE, "what products of queries and keys are multiplied by before the softmax"),
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
+        InputRow("prev", _SLOT, "in the body of a fold, what it came to before", written="prev"),
     ]
 )
 
@@ -132,31 +133,45 @@ class FunctionRow:
         value: of numbers, in float64; an error where there is none.
         arguments: how many, of one that is written as a call; None for the operators of one operand.
         doc: one line; functions that share it stand in one line of the language's reference.
+        code: by target (`cpp`, `torch`, `triton`), the function that it is there. A target that is not named refuses it, unless its
+            printer has code of another form.
     """
 
     name: str
     value: Callable[..., float]
     arguments: int | None
     doc: str
+    code: Mapping[str, str] = field(default_factory=dict)
 
 
 _AS_IN_MATHEMATICS = "as in mathematics"
 _OF_SEVERAL = "the larger or smaller of two or more"
 
+
+def _mathematical(name: str, value: Callable[[float], float], **code: str) -> FunctionRow:
+    """A function that every target has by its name, or by another."""
+    named = {"torch": f"torch.{name}", "cpp": f"std::{name}", "triton": f"tl.{name}"}
+    return FunctionRow(name, value, 1, _AS_IN_MATHEMATICS, named | code)
+
+
+def _extreme(name: str) -> dict[str, str]:
+    return {"torch": f"torch.{name}", "cpp": f"kvdsl::{name}", "triton": f"ops.{name}"}
+
+
 FUNCTIONS = _table(
     [
         FunctionRow("neg", lambda a: -a, None, "-x"),
         FunctionRow("not", lambda a: float(a == 0), None, "not x"),
-        FunctionRow("max", max, 2, _OF_SEVERAL),
-        FunctionRow("min", min, 2, _OF_SEVERAL),
+        FunctionRow("max", max, 2, _OF_SEVERAL, _extreme("maximum")),
+        FunctionRow("min", min, 2, _OF_SEVERAL, _extreme("minimum")),
         FunctionRow("where", lambda c, a, b: a if c != 0 else b, 3, "a where c holds, else b"),
-        FunctionRow("abs", abs, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("sqrt", math.sqrt, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("exp", math.exp, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("log", math.log, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS),
-        FunctionRow("floor", lambda a: float(math.floor(a)), 1, _AS_IN_MATHEMATICS),
-        FunctionRow("ceil", lambda a: float(math.ceil(a)), 1, _AS_IN_MATHEMATICS),
+        _mathematical("abs", abs, cpp="std::fabs"),
+        _mathematical("sqrt", math.sqrt),
+        _mathematical("exp", math.exp),
+        _mathematical("log", math.log),
+        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS, {"torch": "torch.acos", "cpp": "std::acos"}),
+        _mathematical("floor", lambda a: float(math.floor(a))),
+        _mathematical("ceil", lambda a: float(math.ceil(a))),
     ]
 )
 
@@ -185,6 +200,7 @@ class OperatorRow:
     Attributes:
         name: as it is written. `word`: as a part of a column's name.
         value: of numbers, in float64; an error where there is none.
+        code: as `FunctionRow` has it, for targets in which it is a function.
     """
 
     name: str
@@ -192,6 +208,7 @@ class OperatorRow:
     kind: Kind
     strength: Strength
     value: Callable[[float, float], float]
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[Strength, Strength]:
@@ -208,7 +225,14 @@ OPERATORS = _table(
         OperatorRow("-", "minus", Kind.ARITHMETIC, Strength.SUM, lambda a, b: a - b),
         OperatorRow("*", "times", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a * b),
         OperatorRow("/", "over", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a / b),
-        OperatorRow("%", "mod", Kind.ARITHMETIC, Strength.PRODUCT, lambda a, b: a % b),
+        OperatorRow(
+            "%",
+            "mod",
+            Kind.ARITHMETIC,
+            Strength.PRODUCT,
+            lambda a, b: a % b,
+            {"cpp": "kvdsl::modulo", "triton": "ops.modulo"},
+        ),
         OperatorRow("**", "to", Kind.ARITHMETIC, Strength.POWER, math.pow),
         OperatorRow("<", "lt", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a < b)),
         OperatorRow("<=", "le", Kind.COMPARISON, Strength.COMPARE, lambda a, b: float(a <= b)),
@@ -223,6 +247,8 @@ OPERATORS = _table(
 
 COMPARISONS = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.COMPARISON)
 LOGICAL = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.LOGICAL)
+CONDITIONS = COMPARISONS | LOGICAL | {"not"}
+"""What is true or false rather than a number."""
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -361,27 +387,33 @@ RULES = _table(
 # -- what is written as a function, too --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PoolRow:
-    """A pool along the text: which reduction it makes of each slot's neighbours."""
-
-    name: str
-    op: str
-    doc: str
+Axes = frozenset[Axis]
 
 
-_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
-POOLS = _table([PoolRow("max_pool", "max", _NEIGHBOURS), PoolRow("mean_pool", "mean", _NEIGHBOURS)])
+def _of_operands(axes: Axes) -> Axes:
+    return axes
+
+
+def _of_slots(_: Axes) -> Axes:
+    return _SLOT
 
 
 @dataclass(frozen=True)
 class FormRow:
-    """A name that stands for something of other tables, or for a leaf."""
+    """What is written as a function, too.
+
+    Attributes:
+        axes: over what it varies, given over what its operands do; None of what is no operation: it stands for something of other tables,
+            or binds names.
+    """
 
     name: str
     written: str
     doc: str
+    axes: Callable[[Axes], Axes] | None = None
 
+
+_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
 
 FORMS = _table(
     [
@@ -391,25 +423,32 @@ FORMS = _table(
             "project",
             "project(x, basis)",
             "the vector x, over the dims of a key, in the dims `rank` of a tensor: x times that matrix",
+            _of_operands,
         ),
         FormRow(
             "turn",
             "turn(x, n)",
             "the key or query x, rotated on by n places; `turn(k, -position)`: as it was before it was rotated",
+            _of_operands,
         ),
         FormRow(
             "ahead",
             "ahead(x, n)",
             "the key x as the next n queries find it: its product with an unrotated query is the mean of what that gives it from there; "
             "`ahead(x, n, 2)`: from 1, 2, 4, ... places behind the newest token",
+            _of_operands,
         ),
         FormRow(
-            "pairs", "pairs(x)", "at every dim of a key or query the length of the pair of dims that is rotated together"
+            "pairs",
+            "pairs(x)",
+            "at every dim of a key or query the length of the pair of dims that is rotated together",
+            _of_operands,
         ),
         FormRow(
             "leverage",
             "leverage(x, ridge)",
             "how little of a slot's vector x the others span: x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
+            _of_slots,
         ),
         FormRow(
             "other",
@@ -431,15 +470,35 @@ FORMS = _table(
             "enough",
             "enough(x, p)",
             "the fewest tokens, the highest x first, whose x come to the share p of all; `enough(x, p, y)`: the highest y first",
+            lambda axes: axes - _SLOT,
         ),
         FormRow(
             "random",
             "random()",
             "a number in [0, 1) per slot, of every query anew inside a reduction over queries; the same on every backend",
+            _of_slots,
         ),
+        FormRow("max_pool", "max_pool(x, n)", _NEIGHBOURS, _of_slots),
+        FormRow("mean_pool", "mean_pool(x, n)", _NEIGHBOURS, _of_slots),
     ]
 )
 
+POOLS = ("max_pool", "mean_pool")
+
+OPERATIONS: dict[str, Callable[[Axes], Axes]] = {
+    **dict.fromkeys((*FUNCTIONS, *OPERATORS, "begun"), _of_operands),
+    **{row.name: row.axes for row in FORMS.values() if row.axes is not None},
+}
+"""What a `Call` of the IR may be, and over what it varies. `begun`, which only passes make, is what a fold's column holds, or its start
+where that is NaN."""
+
+
+def functions_of(target: str) -> dict[str, str]:
+    """The functions and operators that are functions of a target, and what they are called there."""
+    tables: tuple[Mapping[str, FunctionRow | OperatorRow], ...] = (FUNCTIONS, OPERATORS)
+    return {name: row.code[target] for table in tables for name, row in table.items() if target in row.code}
+
+
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
-NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, *FORMS})
+NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS})
 """Every built-in name, of values and of functions."""

@@ -5,49 +5,36 @@ What it prints of a policy can be parsed again, and means the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvdsl.ir.nodes import (
     AcrossLayers,
     Axis,
-    Binary,
     Call,
-    ColumnRef,
-    Enough,
     Expr,
     Fold,
-    FoldRef,
     Given,
-    GivenRef,
     Input,
     Keep,
     LayerRange,
-    Leverage,
     Number,
     Other,
     Param,
     ParamRef,
     Policy,
-    Pool,
-    Previous,
-    Project,
-    Random,
     Rank,
     Reduce,
-    RingRef,
-    Rotate,
     Select,
     Sketch,
     Tensor,
-    TensorRef,
+    call,
 )
 from kvdsl.ir.ops import FUNCTIONS, INPUTS, OPERATORS, Strength
 from kvdsl.ir.visitors import bottom_up, mapped, walk
 
-_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
-_OVER |= {Axis.HEAD: " over heads"}
+_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims", Axis.HEAD: " over heads"}
 _POSITION = Input(name="position")
-
 
 _SLOT = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for the other slot until all other names are known."""
@@ -58,7 +45,7 @@ def print_expression(expr: Expr) -> str:
     text = _text(expr, Strength.OR)
     if _SLOT not in text:
         return text
-    taken = {part.name for part in walk(expr) if isinstance(part, (ParamRef, TensorRef, GivenRef, ColumnRef))}
+    taken = {part.name for part in walk(expr) if part.kind in ("param", "tensor", "given", "column")}
     name = "j"
     while name in taken:
         name += "_"
@@ -71,49 +58,70 @@ def _text(expr: Expr, at_least: Strength) -> str:
 
 
 def _parts(expr: Expr) -> tuple[str, Strength]:
-    if isinstance(expr, Number):
-        return print_number(expr.value), Strength.ATOM if expr.value >= 0 else Strength.FACTOR
-    if isinstance(expr, Input):
-        return INPUTS[expr.name].written or expr.name, Strength.ATOM
-    if isinstance(expr, Random):
-        return "random()", Strength.ATOM
-    if isinstance(expr, Binary):
-        return _binary(expr)
-    if isinstance(expr, Call):
-        return _call(expr)
-    if isinstance(expr, Reduce):
-        decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
-        return f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})", Strength.ATOM
-    if isinstance(expr, Other):
-        named = isinstance(expr.body, (Input, GivenRef)) and expr.body.name != "observed"
-        what = _text(expr.body, Strength.OR)
-        return f"{_SLOT}.{what}" if named else f"{_SLOT}.({what})", Strength.ATOM
-    if isinstance(expr, Fold):
-        over = " over prunes" if expr.over == "prunes" else ""
-        return f"fold({_text(expr.body, Strength.OR)}{over}, {_text(expr.start, Strength.OR)})", Strength.ATOM
-    if isinstance(expr, Previous):
-        return "prev", Strength.ATOM
-    if isinstance(expr, Project):
-        return f"project({_text(expr.body, Strength.OR)}, {_text(expr.matrix, Strength.OR)})", Strength.ATOM
-    if isinstance(expr, Rotate):
-        return (
-            f"{expr.op}({', '.join(_text(part, Strength.OR) for part in (expr.body, expr.by, expr.factor) if part is not None)})",
-            Strength.ATOM,
-        )
-    if isinstance(expr, Leverage):
-        return f"leverage({_text(expr.body, Strength.OR)}, {_text(expr.ridge, Strength.OR)})", Strength.ATOM
-    if isinstance(expr, Rank):
-        over = "" if expr.within == "all" else f" over {expr.within}"
-        return f"rank({_text(expr.body, Strength.OR)}{over}{_by(expr)})", Strength.ATOM
-    if isinstance(expr, Enough):
-        order = () if expr.by == expr.body else (expr.by,)
-        return f"enough({', '.join(_text(part, Strength.OR) for part in (expr.body, expr.share, *order))})", Strength.ATOM
-    if isinstance(expr, Pool):
-        return f"{expr.op}_pool({_text(expr.body, Strength.OR)}, {_text(expr.size, Strength.OR)})", Strength.ATOM
-    if isinstance(expr, RingRef):
-        return f"{expr.op}({expr.name})", Strength.ATOM
-    assert isinstance(expr, (ParamRef, TensorRef, GivenRef, ColumnRef, FoldRef))
-    return expr.name, Strength.ATOM
+    return _PARTS[expr.kind](expr)
+
+
+def _atom(text: str) -> tuple[str, Strength]:
+    return text, Strength.ATOM
+
+
+def _listed(*parts: Expr | None) -> str:
+    return ", ".join(_text(part, Strength.OR) for part in parts if part is not None)
+
+
+def _number(expr: Number) -> tuple[str, Strength]:
+    return print_number(expr.value), Strength.ATOM if expr.value >= 0 else Strength.FACTOR
+
+
+def _call(expr: Call) -> tuple[str, Strength]:
+    row = OPERATORS.get(expr.op)
+    if row is not None:
+        left, right = (_text(arg, at_least) for arg, at_least in zip(expr.args, row.sides, strict=True))
+        return f"{left} {expr.op} {right}", row.strength
+    if expr.op in _SIGNS:
+        sign, strength = _SIGNS[expr.op]
+        return f"{sign}{_text(expr.args[0], strength)}", strength
+    if expr.op == "begun":
+        return _parts(expr.args[0])
+    repeats = expr.op == "enough" and expr.args[0] == expr.args[2]  # the order goes without saying
+    return _atom(f"{expr.op}({_listed(*expr.args[: 2 if repeats else None])})")
+
+
+_SIGNS = {"neg": ("-", Strength.FACTOR), "not": ("not ", Strength.NOT)}
+
+
+def _reduce(expr: Reduce) -> tuple[str, Strength]:
+    decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
+    return _atom(f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})")
+
+
+def _rank(expr: Rank) -> tuple[str, Strength]:
+    over = "" if expr.within == "all" else f" over {expr.within}"
+    return _atom(f"rank({_text(expr.body, Strength.OR)}{over}{_by(expr)})")
+
+
+def _other(expr: Other) -> tuple[str, Strength]:
+    what = _text(expr.body, Strength.OR)
+    named = expr.body.kind in ("input", "given") and what.isidentifier()
+    return _atom(f"{_SLOT}.{what}" if named else f"{_SLOT}.({what})")
+
+
+def _fold(expr: Fold) -> tuple[str, Strength]:
+    over = " over prunes" if expr.over == "prunes" else ""
+    return _atom(f"fold({_text(expr.body, Strength.OR)}{over}, {_text(expr.start, Strength.OR)})")
+
+
+_PARTS: Mapping[str, Callable[[Any], tuple[str, Strength]]] = {
+    **dict.fromkeys(("param", "tensor", "given"), lambda expr: _atom(expr.name)),
+    "number": _number,
+    "input": lambda expr: _atom(INPUTS[expr.name].written or expr.name),
+    "column": lambda expr: _atom(expr.name if expr.op is None else f"{expr.op}({expr.name})"),
+    "call": _call,
+    "reduce": _reduce,
+    "rank": _rank,
+    "other": _other,
+    "fold": _fold,
+}
 
 
 def _over(expr: Reduce) -> str:
@@ -130,29 +138,15 @@ def _over(expr: Reduce) -> str:
 
 def _only(expr: Reduce) -> str:
     """The rest of a range: where it counts, and by which key."""
-    others = Binary(op="!=", left=Other(body=_POSITION), right=_POSITION)
+    others = call("!=", Other(body=_POSITION), _POSITION)
     where = expr.where
     if expr.axis is Axis.OTHER and expr.within == "all":
-        where = others if where is None else Binary(op="and", left=others, right=where)
+        where = others if where is None else call("and", others, where)
     return ("" if where is None else f" where {_text(where, Strength.OR)}") + _by(expr)
 
 
 def _by(expr: Reduce | Rank) -> str:
     return "" if expr.by is None else f" by {_text(expr.by, Strength.OR)}"
-
-
-def _binary(expr: Binary) -> tuple[str, Strength]:
-    row = OPERATORS[expr.op]
-    left, right = row.sides
-    return f"{_text(expr.left, left)} {expr.op} {_text(expr.right, right)}", row.strength
-
-
-def _call(expr: Call) -> tuple[str, Strength]:
-    if expr.function == "neg":
-        return f"-{_text(expr.args[0], Strength.FACTOR)}", Strength.FACTOR
-    if expr.function == "not":
-        return f"not {_text(expr.args[0], Strength.NOT)}", Strength.NOT
-    return f"{expr.function}({', '.join(_text(arg, Strength.OR) for arg in expr.args)})", Strength.ATOM
 
 
 def print_number(value: float) -> str:
@@ -196,20 +190,20 @@ def _in_edition_2(policy: Policy) -> Policy:
     if policy.victims == "heads" and policy.score is not None:
         changes |= {"victims": "own", "score": Reduce(op="mean", axis=Axis.HEAD, body=policy.score)}
     if policy.measured is not None and policy.budget not in (None, Input(name="everything")):
-        bound = Call(function="min", args=(policy.measured, policy.budget))
+        bound = call("min", policy.measured, policy.budget)
         changes |= {"measured": bound, "budget": Input(name="everything")}
     return policy.model_copy(update=changes)
 
 
 def _page_key(size: Expr, after: Expr | None) -> Expr:
     """By which key slots are of one page."""
-    place: Expr = _POSITION if after is None else Binary(op="-", left=_POSITION, right=_floored(after))
-    least = Call(function="max", args=(_floored(size), Number(value=1)))
-    return Call(function="floor", args=(Binary(op="/", left=place, right=least),))
+    place: Expr = _POSITION if after is None else call("-", _POSITION, _floored(after))
+    least = call("max", _floored(size), Number(value=1))
+    return call("floor", call("/", place, least))
 
 
 def _floored(count: Expr) -> Expr:
-    return Call(function="floor", args=(count,))
+    return call("floor", count)
 
 
 def _by_page(expr: Expr, key: Expr) -> Expr:
@@ -219,9 +213,9 @@ def _by_page(expr: Expr, key: Expr) -> Expr:
     if expr.within == "page":
         return expr.model_copy(update={"within": "all", "by": key})
     assert isinstance(expr, Reduce)
-    where: Expr = Binary(op="==", left=Other(body=key), right=Binary(op="+", left=key, right=Number(value=1)))
+    where: Expr = call("==", Other(body=key), call("+", key, Number(value=1)))
     if expr.where is not None:
-        where = Binary(op="and", left=where, right=Other(body=expr.where))
+        where = call("and", where, Other(body=expr.where))
     return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=Other(body=expr.body), where=where)
 
 

@@ -3,69 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import TypeVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    EXPRESSIONS,
-    Axis,
-    Binary,
-    Call,
-    Enough,
-    Expr,
-    Fold,
-    FoldRef,
-    Input,
-    Leverage,
-    Node,
-    Other,
-    Policy,
-    Pool,
-    Project,
-    Rank,
-    Reduce,
-    Rotate,
-    TensorRef,
-)
+from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, TensorRef
+from kvdsl.ir.nodes import children as children
+from kvdsl.ir.nodes import walk as walk
 from kvdsl.ir.ops import OF_QUERY_HEADS
 
 _Inside = TypeVar("_Inside", bound=Node)
-
-
-def walk(expr: Expr) -> Iterator[Expr]:
-    """The expression and everything in it, outermost first."""
-    yield expr
-    for child in children(expr):
-        yield from walk(child)
-
-
-def children(expr: Expr) -> tuple[Expr, ...]:
-    """The direct operands of an expression."""
-    if isinstance(expr, Call):
-        return expr.args
-    if isinstance(expr, Binary):
-        return (expr.left, expr.right)
-    if isinstance(expr, Reduce):
-        return (expr.body, *(part for part in (expr.last, expr.decay, expr.after, expr.where, expr.by) if part is not None))
-    if isinstance(expr, Fold):
-        return (expr.body, expr.start)
-    if isinstance(expr, FoldRef):
-        return (expr.start,)
-    if isinstance(expr, Project):
-        return (expr.body, expr.matrix)
-    if isinstance(expr, Rotate):
-        return (expr.body, *(part for part in (expr.by, expr.factor) if part is not None))
-    if isinstance(expr, Leverage):
-        return (expr.body, expr.ridge)
-    if isinstance(expr, Rank):
-        return (expr.body,) if expr.by is None else (expr.body, expr.by)
-    if isinstance(expr, Other):
-        return (expr.body,)
-    if isinstance(expr, Enough):
-        return (expr.body, expr.share, expr.by)
-    if isinstance(expr, Pool):
-        return (expr.body, expr.size)
-    return ()
 
 
 def of_query_heads(expr: Expr) -> bool:
@@ -87,14 +34,11 @@ def of_one_slot(body: Expr) -> Iterator[Expr]:
 
 def with_children(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The expression with each of its direct operands changed; the same object if nothing changes."""
-    changed: dict[str, object] = {}
-    for name, value in expr:
-        if isinstance(value, EXPRESSIONS) and (new := change(value)) is not value:
-            changed[name] = new
-        elif isinstance(value, tuple):
-            parts = tuple(change(part) for part in value)
-            if any(new is not old for new, old in zip(parts, value, strict=True)):
-                changed[name] = parts
+    if isinstance(expr, Call):
+        args = tuple(map(change, expr.args))
+        return expr if all(map(is_, args, expr.args)) else expr.model_copy(update={"args": args})
+    parts = {name: part for name in expr.operands if (part := getattr(expr, name)) is not None}
+    changed = {name: new for name, part in parts.items() if (new := change(part)) is not part}
     return expr.model_copy(update=changed) if changed else expr
 
 
@@ -112,7 +56,7 @@ def mapped(node: _Inside, change: Callable[[Expr], Expr]) -> _Inside:
 def _mapped(value: object, change: Callable[[Expr], Expr]) -> object:
     if isinstance(value, tuple):
         parts = tuple(_mapped(part, change) for part in value)
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
+        return value if all(map(is_, parts, value)) else parts
     if isinstance(value, EXPRESSIONS):
         return change(value)
     return mapped(value, change) if isinstance(value, Node) else value

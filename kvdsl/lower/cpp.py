@@ -11,19 +11,20 @@ from typing import NamedTuple
 
 from kvdsl.ir.nodes import (
     Axis,
+    Call,
     Column,
     ColumnRef,
-    Enough,
     Expr,
     Keep,
     LayerRange,
     Number,
     Policy,
-    Pool,
     Rank,
     Reduce,
     Select,
+    is_call,
 )
+from kvdsl.ir.ops import POOLS
 from kvdsl.ir.visitors import children, of_query_heads, rewrite, walk
 from kvdsl.lower.cpp_expressions import (
     CAN,
@@ -45,6 +46,7 @@ from kvdsl.lower.cpp_expressions import (
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
+    OfAllSlots,
     Use,
     bounds_pages,
     dims_of,
@@ -280,8 +282,9 @@ def _hoist(
     exprs = list(exprs)
     inside = {part for expr in exprs for part in _inside_of_vectors(expr)}
 
-    def statement(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
-        CAN.check(expr)
+    def statement(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Fragment | None:
+        if isinstance(expr, Reduce):
+            CAN.check(expr.op, expr.over)
         if isinstance(expr, Reduce) and expr.axis not in (Axis.SLOT, Axis.OTHER):
             if expr.axis is not Axis.DIM:
                 return None
@@ -298,9 +301,10 @@ def _hoist(
         if of_query_heads(expr) and not alone:
             raise NotLowerable("a reduction over slots of what a query is compared with")
         printer = SlotPrinter(view, names, alone=alone)
-        if isinstance(expr, Pool):
-            size, body = CountPrinter(view)(expr.size), function_of(printer.value(expr.body), SLOT)
-            return fragment(f"const auto {name} = {view}.{expr.op}_pool({{}}, {{}});", size, body)
+        if isinstance(expr, Call):  # a pool
+            values, size = expr.args
+            parts = CountPrinter(view)(size), function_of(printer.value(values), SLOT)
+            return fragment(f"const auto {name} = {view}.{expr.op}({{}}, {{}});", *parts)
         if isinstance(expr, Rank):
             if expr.within == "heads":
                 raise NotLowerable("`rank(x over heads)`")
@@ -318,7 +322,7 @@ def _hoist(
             return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({width}, {{}}{'{}' * len(pages)});", made, *pages)
         return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
-    def closed(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
+    def closed(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Fragment | None:
         made = statement(expr, name, names)
         if made is not None and OTHER in made.uses:
             raise NotLowerable("a reduction of what a slot is compared with, inside another one")
@@ -331,7 +335,7 @@ def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
     """Reductions over dims within what has dims itself: each slot has them once, not once a dim."""
     if isinstance(expr, Reduce) and expr.axis is Axis.DIM and inside:
         yield expr
-    if isinstance(expr, (Reduce, Rank, Pool)):
+    if isinstance(expr, (Reduce, Rank)) or is_call(expr, *POOLS):
         inside = isinstance(expr, Reduce) and (expr.axis is Axis.DIM or is_vector(expr))
     for child in children(expr):
         yield from _inside_of_vectors(child, inside=inside)
@@ -386,9 +390,10 @@ def _reduced(count: Expr) -> Iterator[Expr]:
     """What a number reduces over slots, as doubles."""
     if isinstance(count, Reduce):
         yield count.body if count.axis is Axis.SLOT else count
-    elif isinstance(count, Enough):
-        yield from (count.body, count.by)
-        yield from _reduced(count.share)
+    elif is_call(count, "enough"):
+        values, share, order = count.args
+        yield from (values, order)
+        yield from _reduced(share)
     else:
         for child in children(count):
             yield from _reduced(child)
@@ -414,7 +419,7 @@ def _settle(policy: Policy) -> _Settle:
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     scores = {"score": policy.score} | {f"top_{n}": keep.by for n, keep in enumerate(tops, start=1) if keep.by is not None}
     # A pool goes by what may not leave, so that it comes behind all else.
-    late = {} if not any(isinstance(part, Pool) for part in walk(policy.score)) else {"score": scores.pop("score")}
+    late = {} if not any(is_call(part, *POOLS) for part in walk(policy.score)) else {"score": scores.pop("score")}
     prunes = [column for column in policy.columns if column.rule == "prune"]
     before, hoisted = _hoist("head", [*scores.values(), *conditions, *(column.body for column in prunes)])
     printer = SlotPrinter("head", hoisted)
@@ -490,7 +495,7 @@ def _select(policy: Policy) -> SelectPlan | None:
     if len(votes) > 1:
         raise NotLowerable("several reductions over heads")
     for found in votes:
-        CAN.check(found)
+        CAN.check(found.op, found.over)
         names = {found: "voted"}
         vote, rest = found.body, None if found == vote else vote
     before, value, alone = ((), "", False) if by != "expression" else _expression(policy, vote, {})
@@ -546,7 +551,7 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
     if any(isinstance(part, ColumnRef) for part in walk(policy.sketch.by)):
         raise NotLowerable("a sketch by what the caller gives")
     before, hoisted = _hoist("row", [policy.sketch.by])
-    value = DimPrinter(hoisted).value(policy.sketch.by)
+    value = DimPrinter("row", hoisted).value(policy.sketch.by)
     if reads(policy.sketch.by, "v"):
         raise NotLowerable("values over a sketch's dims")
     return texts(before), over_group(value).text

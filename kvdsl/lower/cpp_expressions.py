@@ -12,32 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    ColumnRef,
-    Enough,
-    Expr,
-    FoldRef,
-    GivenRef,
-    Input,
-    Number,
-    Other,
-    ParamRef,
-    Pool,
-    Random,
-    Rank,
-    Reduce,
-    RingRef,
-    TensorRef,
-)
-from kvdsl.ir.ops import LOGICAL, OF_QUERY_HEADS, OPERATORS, RANGES, REDUCTIONS
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef
+from kvdsl.ir.ops import FIXED, POOLS, RANGES, REDUCTIONS, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
-    ATOM,
+    Code,
     Fragment,
-    Leaf,
     NotLowerable,
     Printer,
     Target,
@@ -46,15 +26,11 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
-    pair,
 )
 from kvdsl.lower.spelling import spelled
 
-# Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
-_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "acos", "floor", "ceil")} | {"abs": "std::fabs"}
-_FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
 _FOLDED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
@@ -68,47 +44,32 @@ CAN = Target(
         "others": ("sum", "mean", "max", "min"),
         "heads": ("sum", "mean", "max", "min"),
     },
-    functions=("neg", "not", "where", *_FUNCTIONS),
-    operators=OPERATORS,
-    pools=("max", "mean"),
-    ranks=True,
-    counts=True,
-    tensors=True,
-    given=True,
 )
-"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
+"""What C++ reduces. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
 
 
 class _CppPrinter(Printer):
     can = CAN
     strength = _STRENGTH
-    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
-    negation = ("-", _UNARY)
+    unary = _UNARY
+    inversion = "!"
+    functions: ClassVar[dict[str, str]] = functions_of("cpp") | {"begun": "kvdsl::begun"}
+    squared, raised = "kvdsl::square", "std::pow"
     one, zero = "1.0", "0.0"
 
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment(f"({{}} ? {self.one} : {self.zero})", condition)
 
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "**" and expr.right == Number(value=2):
-            return fragment("kvdsl::square({})", self.value(expr.left))
-        if expr.op in ("**", "%"):
-            function = "std::pow" if expr.op == "**" else "kvdsl::modulo"
-            return fragment(f"{function}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
-        if expr.op in LOGICAL:
-            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
-            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
-        return super().binary(expr)
+    def _where(self, expr: Call) -> Fragment:
+        condition, yes, no = expr.args
+        return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
 
-    def call(self, expr: Call) -> Fragment:
-        if expr.function == "not":
-            return fragment("!{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
-        if expr.function == "where":
-            condition, yes, no = expr.args
-            return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
-        args = pair(expr) if expr.function in ("min", "max") else expr.args
-        places = ", ".join("{}" for _ in args)
-        return fragment(f"{_FUNCTIONS[expr.function]}({places})", *(self.value(arg) for arg in args))
+    code: ClassVar[Code] = {
+        **Printer.code,
+        **dict.fromkeys(functions, Printer.function),
+        "**": Printer.power,
+        "where": _where,
+    }
 
 
 @dataclass(frozen=True)
@@ -123,23 +84,15 @@ class CountPrinter(_CppPrinter):
     hoisted: Mapping[Expr, str] = field(default_factory=dict)
     alone: bool = False
 
-    def binary(self, expr: Binary) -> Fragment:
-        made = super().binary(expr)
-        product = expr.op == "*" or (expr.op == "**" and expr.right == Number(value=2))
-        return fragment("kvdsl::rounded({})", made) if product else made
+    def number(self, value: float) -> Fragment:
+        return Fragment(_double(value))
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_double(expr.value))
-        if isinstance(expr, ParamRef):
-            return Fragment(f"{self.view}.param(Number::{spelled(expr.name)})")
-        if isinstance(expr, TensorRef):
-            return fragment("double{{{}}}", constant(self.view, expr))
-        assert isinstance(expr, Input)
-        own = {"live": "live", "seen": "newest + 1"}
-        if expr.name in own:
-            return Fragment(f"static_cast<double>({self.view}.{own[expr.name]})")
-        return Fragment(f"{self.view}.param(Number::{expr.name})")
+    def _product(self, expr: Call) -> Fragment:
+        return fragment("kvdsl::rounded({})", self.binary(expr))
+
+    def _rounded_power(self, expr: Call) -> Fragment:
+        made = self.power(expr)
+        return fragment("kvdsl::rounded({})", made) if expr.args[1] == Number(value=2) else made
 
     def reduce(self, expr: Reduce) -> Fragment:
         slots = SlotPrinter(self.view, self.hoisted, alone=self.alone)
@@ -148,10 +101,23 @@ class CountPrinter(_CppPrinter):
         value = fragment("double{{{}}}", slots.value(expr.body))
         return fragment(f"{self.view}.{expr.op}({{}})", function_of(value, SLOT))
 
-    def enough(self, expr: Enough) -> Fragment:
+    def _enough(self, expr: Call) -> Fragment:
         slots = SlotPrinter(self.view, self.hoisted, alone=self.alone)
-        body, by = (function_of(slots.value(part), SLOT) for part in (expr.body, expr.by))
-        return fragment(f"{self.view}.enough({{}}, {{}}, {{}})", body, self.value(expr.share), by)
+        values, share, order = expr.args
+        body, by = (function_of(slots.value(part), SLOT) for part in (values, order))
+        return fragment(f"{self.view}.enough({{}}, {{}}, {{}})", body, self.value(share), by)
+
+    code: ClassVar[Code] = {
+        **_CppPrinter.code,
+        **dict.fromkeys(FIXED, lambda self, expr: Fragment(f"{self.view}.param(Number::{expr.name})")),
+        "live": lambda self, _: Fragment(f"static_cast<double>({self.view}.live)"),
+        "seen": lambda self, _: Fragment(f"static_cast<double>({self.view}.newest + 1)"),
+        "param": lambda self, expr: Fragment(f"{self.view}.param(Number::{spelled(expr.name)})"),
+        "tensor": lambda self, expr: fragment("double{{{}}}", constant(self.view, expr)),
+        "*": _product,
+        "**": _rounded_power,
+        "enough": _enough,
+    }
 
 
 def varies(expr: Expr) -> bool:
@@ -190,41 +156,44 @@ class SlotPrinter(_CppPrinter):
         """The index that values of the slot need."""
         return Use("index", self.at)
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_float(expr.value))
-        if isinstance(expr, ParamRef):
-            return Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))")
-        if isinstance(expr, Random):
-            return Fragment(f"{self.view}.random({self.at})", uses=(self.slot,))
-        if isinstance(expr, ColumnRef):
-            return Fragment(f"{expr.name}[{self.at}]", uses=(Use("column", expr.name), self.slot))
-        if isinstance(expr, RingRef):
-            return Fragment(f"{ring_name(expr)}[{self.at}]", uses=(Use("ring", expr.name, expr.op), self.slot))
-        if isinstance(expr, TensorRef):
-            return constant(self.view, expr)
-        return self._input(expr.name)
+    def number(self, value: float) -> Fragment:
+        return Fragment(_float(value))
 
-    def _input(self, name: str) -> Fragment:
-        view, at, own = self.view, self.at, Use("input", name)
-        per_slot = {
+    def column(self, name: str) -> Fragment:
+        return Fragment(f"{name}[{self.at}]", uses=(Use("column", name), self.slot))
+
+    def ring(self, name: str, op: str) -> Fragment:
+        use = Use("ring", name, op)
+        return Fragment(f"{ring_name(use)}[{self.at}]", uses=(use, self.slot))
+
+    def _of_slot(self, expr: Input) -> Fragment:
+        view, at = self.view, self.at
+        text = {
             "attn": f"row.attn[{at}]",
             "logit": f"row.logit[{at}]",
             "position": f"static_cast<float>({view}.position[{at}])",
             "age": f"static_cast<float>({view}.age({at}))",
             "observed": f"{view}.observed({at})",
-        }
-        if name in per_slot:
-            return Fragment(per_slot[name], uses=(own, self.slot))
-        if name in ("k", "v"):
-            return Fragment(f"{view}.{name}({at}, d)", uses=(own, self.slot, DIM))
-        if name in OF_QUERY_HEADS:
-            g = () if self.alone else (HEAD,)
-            if name == "q":
-                return Fragment(f"row.q({'g' if g else '0'}, d)", uses=(own, *g, DIM))
-            return Fragment(f"static_cast<float>(row.query_head{' + g' if g else ''})", uses=(own, *g))
-        number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
-        return Fragment(f"static_cast<float>({number})", uses=(own,))
+        }[expr.name]
+        return Fragment(text, uses=(Use("input", expr.name), self.slot))
+
+    def _vector(self, expr: Input) -> Fragment:
+        return Fragment(f"{self.view}.{expr.name}({self.at}, d)", uses=(Use("input", expr.name), self.slot, DIM))
+
+    def _query(self, expr: Input) -> Fragment:
+        return Fragment(f"row.q({'0' if self.alone else 'g'}, d)", uses=(Use("input", "q"), *self._heads, DIM))
+
+    def _query_head(self, expr: Input) -> Fragment:
+        offset = "" if self.alone else " + g"
+        return Fragment(f"static_cast<float>(row.query_head{offset})", uses=(Use("input", expr.name), *self._heads))
+
+    @property
+    def _heads(self) -> tuple[Use, ...]:
+        return () if self.alone else (HEAD,)
+
+    def _number(self, expr: Input) -> Fragment:
+        number = "live" if expr.name == "live" else f"param(Number::{expr.name})"
+        return Fragment(f"static_cast<float>({self.view}.{number})", uses=(Use("input", expr.name),))
 
     def reduce(self, expr: Reduce) -> Fragment:
         if expr in self.hoisted:
@@ -240,7 +209,7 @@ class SlotPrinter(_CppPrinter):
             return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
         return fragment(f"kvdsl::{expr.op}_over({size_of_dims(self.view, expr.body)}, {{}})", function_of(body, DIM))
 
-    def other(self, expr: Other) -> Fragment:
+    def _other(self, expr: Other) -> Fragment:
         return replace(self, at=OTHER.name)(expr.body)
 
     def _hoisted(self, expr: Reduce, name: str) -> Fragment:
@@ -265,15 +234,23 @@ class SlotPrinter(_CppPrinter):
             return at
         return fragment(f"({page} < 0 ? {_of_nothing(expr.op)} : {{}})", at)
 
-    def rank(self, expr: Rank) -> Fragment:
+    def _found_before(self, expr: Rank | Call) -> Fragment:
         return Fragment(f"{self.hoisted[expr]}[{self.at}]", uses=(self.slot,))
 
-    def pool(self, expr: Pool) -> Fragment:
-        return Fragment(f"{self.hoisted[expr]}[{self.at}]", uses=(self.slot,))
-
-    def fold(self, expr: FoldRef) -> Fragment:
-        held = Fragment(f"{expr.name}[{self.at}]", uses=(Use("column", expr.name), self.slot))
-        return fragment("kvdsl::begun({}, {})", held, self.value(expr.start))
+    code: ClassVar[Code] = {
+        **_CppPrinter.code,
+        **dict.fromkeys(("attn", "logit", "position", "age", "observed"), _of_slot),
+        **dict.fromkeys(("k", "v"), _vector),
+        **dict.fromkeys((*FIXED, "live"), _number),
+        **dict.fromkeys(("rank", *POOLS), _found_before),
+        "q": _query,
+        "query_head": _query_head,
+        "param": lambda self, expr: Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))"),
+        "tensor": lambda self, expr: constant(self.view, expr),
+        "column": Printer.read_column,
+        "random": lambda self, _: Fragment(f"{self.view}.random({self.at})", uses=(self.slot,)),
+        "other": _other,
+    }
 
     def body(self, expr: Expr) -> Fragment:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
@@ -286,15 +263,8 @@ class TokenPrinter(_CppPrinter):
 
     over_dims: bool = False
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_double(expr.value))
-        if isinstance(expr, TensorRef):
-            return fragment("double{{{}}}", constant("slot", expr))
-        if isinstance(expr, GivenRef):
-            return Fragment(f"slot.given(Given::{spelled(expr.name)})")
-        assert isinstance(expr, Input)
-        return Fragment(f"slot.{expr.name}(d)", uses=(DIM,))
+    def number(self, value: float) -> Fragment:
+        return Fragment(_double(value))
 
     def reduce(self, expr: Reduce) -> Fragment:
         if self.over_dims:
@@ -302,6 +272,13 @@ class TokenPrinter(_CppPrinter):
         size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
         body = TokenPrinter(over_dims=True).value(expr.body)
         return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", function_of(body, DIM))
+
+    code: ClassVar[Code] = {
+        **_CppPrinter.code,
+        **dict.fromkeys(("k", "v"), lambda _, expr: Fragment(f"slot.{expr.name}(d)", uses=(DIM,))),
+        "tensor": lambda _, expr: fragment("double{{{}}}", constant("slot", expr)),
+        "given": lambda _, expr: Fragment(f"slot.given(Given::{spelled(expr.name)})"),
+    }
 
 
 def constant(view: str, ref: TensorRef) -> Fragment:
@@ -333,24 +310,16 @@ def _without(indices: tuple[Use, ...], made: Fragment) -> Fragment:
     return replace(made, uses=tuple(use for use in made.uses if use not in indices))
 
 
-@dataclass(frozen=True)
-class DimPrinter(_CppPrinter):
+class DimPrinter(SlotPrinter):
     """One float per dim d, in `sketch`. `hoisted` names the reductions over slots, arrays over dims or numbers."""
-
-    hoisted: Mapping[Expr, str]
-
-    one, zero = "1.0f", "0.0f"
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        return SlotPrinter("row", {}).leaf(expr)
 
     def reduce(self, expr: Reduce) -> Fragment:
         if expr not in self.hoisted:
             raise NotLowerable("a sketch by what is reduced over dims")
-        return SlotPrinter("row", self.hoisted).reduce(expr)
+        return super().reduce(expr)
 
 
-def ring_name(ref: RingRef | Use) -> str:
+def ring_name(ref: Use) -> str:
     """What a ring, reduced, is called."""
     return f"{ref.op}_of_{ref.name}"
 

@@ -7,53 +7,39 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
-    Binary,
     Call,
     Column,
     ColumnRef,
-    Enough,
     Expr,
-    Fold,
-    FoldRef,
-    GivenRef,
     Input,
-    Leverage,
     Number,
     Other,
-    ParamRef,
     Policy,
-    Pool,
-    Previous,
-    Project,
-    Random,
     Rank,
     Reduce,
-    RingRef,
-    Rotate,
     TensorRef,
+    call,
+    is_call,
 )
-from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
+from kvdsl.ir.ops import COMPARISONS, CONDITIONS, LOGICAL, POOLS, RANGES
 from kvdsl.ir.visitors import children, walk
 
 T = TypeVar("T")
 
 ATOM = 100
 
-Leaf = Number | ParamRef | TensorRef | GivenRef | Input | Random | ColumnRef | RingRef
+OfAllSlots: TypeAlias = Reduce | Rank | Call
+"""What is found of all slots at once: a reduction, a rank, or a pool."""
 
 
 def is_condition(expr: Expr) -> bool:
     """Whether the expression is true or false rather than a number."""
-    if isinstance(expr, Binary):
-        return expr.op in COMPARISONS | LOGICAL
-    if isinstance(expr, Other):
-        return is_condition(expr.body)
-    return isinstance(expr, Call) and expr.function == "not"
+    return is_call(expr, *CONDITIONS) or (isinstance(expr, Other) and is_condition(expr.body))
 
 
 def reads(expr: Expr, *names: str) -> bool:
@@ -93,7 +79,7 @@ def form_of_select(by: Expr) -> str:
         return "expression"
     if _factors(by.body) == {Input(name="q"), Input(name="k")}:
         return "dot" if by.within == "all" else "sketch_dot"
-    if by.within == "all" and isinstance(by.body, Call) and by.body.function == "max" and len(by.body.args) == 2:
+    if by.within == "all" and is_call(by.body, "max") and len(by.body.args) == 2:
         bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
         if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
             return "page_bound"
@@ -109,15 +95,15 @@ def bounds_pages(policy: Policy) -> bool:
 
 
 def _factors(expr: Expr) -> set[Expr]:
-    return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
+    return {*expr.args} if is_call(expr, "*") else set()
 
 
 def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
     """The vectors of a product of a slot's and another one's, which is one of matrices."""
     body = expr.body
-    if expr.op != "sum" or not (isinstance(body, Binary) and body.op == "*"):
+    if expr.op != "sum" or not is_call(body, "*"):
         return None
-    for left, right in ((body.left, body.right), (body.right, body.left)):
+    for left, right in (body.args, body.args[::-1]):
         if (
             axes_of(left) == {Axis.SLOT, Axis.DIM}
             and isinstance(right, Other)
@@ -187,73 +173,22 @@ class NotLowerable(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """What a target has code for, by the names of `kvdsl.ir.ops`. What is not named here is refused, whatever the printer says.
-
-    Attributes:
-        reduces: the reductions, by what they range over; over queries these are the rules of columns.
-        functions, operators, pools: as the language has them.
-        ranks: whether slots can be ranked inside of an expression. `projects`: whether vectors can be.
-        tensors: whether tensors of files are read. `given`: whether what the caller gives is.
-        counts: whether numbers are counted that read the data.
-        rotates: whether vectors can be rotated, and what goes with it: a query's own place, the factor of products.
-        leverages: whether slots' vectors can be measured by each other.
-    """
+    """What a target reduces, by what is reduced over; over queries these are the rules of columns. What is not named here is refused."""
 
     reduces: Mapping[str, Iterable[str]]
-    functions: Iterable[str]
-    operators: Iterable[str]
-    pools: Iterable[str] = ()
-    ranks: bool = False
-    projects: bool = False
-    tensors: bool = False
-    given: bool = False
-    counts: bool = False
-    rotates: bool = False
-    leverages: bool = False
 
     def knows(self, expr: Reduce) -> bool:
         """Whether there is code for a reduction as it stands."""
         return expr.op in self.reduces.get(expr.over, ())
 
-    def check(self, expr: Expr) -> None:
-        """Whether there is code for an operation, whatever its operands are.
+    def check(self, op: str, over: str) -> None:
+        """Whether there is code for a reduction over a range.
 
         Raises:
             NotLowerable: if not.
         """
-        missing = None
-        if isinstance(expr, Reduce) and not self.knows(expr):
-            missing = f"{expr.op} {RANGES[expr.over]}"
-        elif isinstance(expr, RingRef) and expr.op not in self.reduces.get("history", ()):
-            missing = f"{expr.op} {RANGES['history']}"
-        elif isinstance(expr, Call) and expr.function not in self.functions:
-            missing = expr.function
-        elif isinstance(expr, Binary) and expr.op not in self.operators:
-            missing = expr.op
-        elif isinstance(expr, Enough) and not self.counts:
-            missing = "enough"
-        elif isinstance(expr, Pool) and expr.op not in self.pools:
-            missing = f"{expr.op}_pool"
-        elif isinstance(expr, Rank) and not self.ranks:
-            missing = "rank"
-        elif isinstance(expr, Project) and not self.projects:
-            missing = "project"
-        elif isinstance(expr, Rotate) and not self.rotates:
-            missing = expr.op
-        elif isinstance(expr, Input) and expr.name in ("query_position", "scaling") and not self.rotates:
-            missing = expr.name
-        elif isinstance(expr, Other) and "others" not in self.reduces:
-            missing = "other"
-        elif isinstance(expr, Leverage) and not self.leverages:
-            missing = "leverage"
-        elif isinstance(expr, TensorRef) and expr.group and not self.rotates:
-            raise NotLowerable(f"tensors with vectors of query heads, as `{expr.name}` is one")
-        elif isinstance(expr, TensorRef) and not self.tensors:
-            raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
-        elif isinstance(expr, GivenRef) and not self.given:
-            raise NotLowerable(f"values from the caller, as `{expr.name}` is one")
-        if missing is not None:
-            raise NotLowerable(f"`{missing}`")
+        if op not in self.reduces.get(over, ()):
+            raise NotLowerable(f"`{op} {RANGES[over]}`")
 
     def check_columns(self, columns: Iterable[Column]) -> None:
         """Whether there is code for the columns' rules.
@@ -266,60 +201,51 @@ class Target:
                 raise NotLowerable("`fold(x over prunes, start)`" if column.rule == "prune" else f"`{column.rule}`")
 
 
+Code: TypeAlias = Mapping[str, Callable[..., Fragment]]
+"""Functions that print a node, given a printer."""
+
+
 class Printer(ABC):
-    """Prints an expression for one target in one context. Subclasses say how leaves, functions and reductions look."""
+    """Prints an expression for one target in one context.
+
+    `code` is what the context has code for: operations and inputs by their names, other nodes by their kind. What is missing there is
+    refused.
+    """
 
     can: ClassVar[Target]
-    # Binding strength of the target's binary operators; higher binds tighter.
+    # Binding strength of the target's binary operators; higher binds tighter. Conditions use & and |, which vectorise.
     strength: ClassVar[dict[str, int]]
-    spelling: ClassVar[dict[str, str]]
-    negation: ClassVar[tuple[str, int]]
+    unary: ClassVar[int]
+    functions: ClassVar[Mapping[str, str]]  # what the target calls them; each needs `library` of what surrounds it
+    library: ClassVar[tuple[Use, ...]] = ()
+    squared: ClassVar[str]
+    raised: ClassVar[str]
+    inversion: ClassVar[str] = "~"
     zero: ClassVar[str] = "0"
 
     def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
         """The expression, in parentheses if it binds less tightly than `at_least`."""
-        self.can.check(expr)
         made = self.parts(expr)
         return made if made.binds >= at_least else fragment("({})", made)
 
     def parts(self, expr: Expr) -> Fragment:
         """The expression without parentheses around it."""
-        if isinstance(expr, Binary):
-            return self.binary(expr)
-        if isinstance(expr, Call):
-            if expr.function == "neg":
-                sign, binds = self.negation
-                return fragment(sign + "{}", self.value(expr.args[0], binds + 1), binds=binds)  # never --x
-            return self.call(expr)
-        if isinstance(expr, Reduce):
-            return self.reduce(expr)
-        if isinstance(expr, Other):
-            return self.other(expr)
-        if isinstance(expr, FoldRef):
-            return self.fold(expr)
-        if isinstance(expr, Project):
-            return self.project(expr)
-        if isinstance(expr, Rotate):
-            return self.rotate(expr)
-        if isinstance(expr, Leverage):
-            return self.leverage(expr)
-        if isinstance(expr, Rank):
-            return self.rank(expr)
-        if isinstance(expr, Enough):
-            return self.enough(expr)
-        if isinstance(expr, Pool):
-            return self.pool(expr)
-        assert not isinstance(expr, (Fold, Previous)), "made columns of before"
-        below_zero = isinstance(expr, Number) and expr.value < 0
-        return replace(self.leaf(expr), binds=self.negation[1] if below_zero else ATOM)
+        code = self.code.get(_name(expr))
+        if code is None:
+            raise NotLowerable(missing(expr))
+        return code(self, expr)
 
-    def binary(self, expr: Binary) -> Fragment:
-        """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
-        binds = self.strength[expr.op]
-        chained = 1 if expr.op in COMPARISONS else 0
-        operand = self.truth if expr.op in LOGICAL else self.value
-        left, right = operand(expr.left, binds + chained), operand(expr.right, binds + 1)
-        return fragment(f"{{}} {self.spelling.get(expr.op, expr.op)} {{}}", left, right, binds=binds)
+    @abstractmethod
+    def number(self, value: float) -> Fragment:
+        """A literal."""
+
+    @abstractmethod
+    def as_number(self, condition: Fragment) -> Fragment:
+        """A condition as 0 or 1."""
+
+    @abstractmethod
+    def reduce(self, expr: Reduce) -> Fragment:
+        """A reduction for which there is code."""
 
     def value(self, expr: Expr, at_least: int = 0) -> Fragment:
         """The expression as a number: a condition counts 0 or 1."""
@@ -333,54 +259,90 @@ class Printer(ABC):
             return self(expr, at_least)
         return fragment(f"({{}} != {self.zero})", self(expr, self.strength["!="] + 1))
 
-    @abstractmethod
-    def as_number(self, condition: Fragment) -> Fragment: ...
+    def operand(self, side: Expr, whole: Call) -> Fragment:
+        """An operand of `&` or `|`. These bind tighter than comparisons in Python, so each that is not an atom is bracketed."""
+        return self.truth(side, ATOM)
 
-    @abstractmethod
-    def leaf(self, expr: Leaf) -> Fragment: ...
+    def function(self, expr: Call) -> Fragment:
+        """A call. Targets have `min` and `max` of two."""
+        args = pair(expr) if expr.op in ("min", "max") else expr.args
+        places = ", ".join("{}" for _ in args)
+        return fragment(f"{self.functions[expr.op]}({places})", *map(self.value, args), uses=self.library)
 
-    @abstractmethod
-    def call(self, expr: Call) -> Fragment: ...
+    def power(self, expr: Call) -> Fragment:
+        """Squares are products."""
+        base, exponent = expr.args
+        if exponent == Number(value=2):
+            return fragment(f"{self.squared}({{}})", self.value(base))
+        return fragment(f"{self.raised}({{}}, {{}})", self.value(base), self.value(exponent))
 
-    @abstractmethod
-    def reduce(self, expr: Reduce) -> Fragment: ...
+    def _literal(self, expr: Number) -> Fragment:
+        return replace(self.number(expr.value), binds=self.unary if expr.value < 0 else ATOM)
 
-    def other(self, expr: Other) -> Fragment:
-        """What the other slot has."""
-        raise NotLowerable("`other`")
+    def _known_reduction(self, expr: Reduce) -> Fragment:
+        self.can.check(expr.op, expr.over)
+        return self.reduce(expr)
 
-    def fold(self, expr: FoldRef) -> Fragment:
-        """What a fold has come to."""
-        raise NotLowerable("`fold`")
+    def read_column(self, expr: ColumnRef) -> Fragment:
+        if expr.op is None:
+            return self.column(expr.name)
+        self.can.check(expr.op, "history")
+        return self.ring(expr.name, expr.op)
 
-    def project(self, expr: Project) -> Fragment:
-        """A vector in other dims."""
-        raise NotLowerable("`project`")
+    def column(self, name: str) -> Fragment:
+        """What a column holds of a slot."""
+        raise AssertionError("no columns are read here")
 
-    def rotate(self, expr: Rotate) -> Fragment:
-        """A vector, rotated."""
-        raise NotLowerable(f"`{expr.op}`")
+    def ring(self, name: str, op: str) -> Fragment:
+        """What a ring holds of a slot, reduced."""
+        raise AssertionError("no rings are read here")
 
-    def leverage(self, expr: Leverage) -> Fragment:
-        """A vector, measured by those of all slots."""
-        raise NotLowerable("`leverage`")
+    def binary(self, expr: Call) -> Fragment:
+        """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
+        binds = self.strength[expr.op]
+        chained = 1 if expr.op in COMPARISONS else 0
+        left, right = self.value(expr.args[0], binds + chained), self.value(expr.args[1], binds + 1)
+        return fragment(f"{{}} {expr.op} {{}}", left, right, binds=binds)
 
-    def rank(self, expr: Rank) -> Fragment:
-        """A place in the order of a value."""
-        raise NotLowerable("`rank`")
+    def _logical(self, expr: Call) -> Fragment:
+        left, right = (self.operand(side, expr) for side in expr.args)
+        return fragment(f"{{}} {'&' if expr.op == 'and' else '|'} {{}}", left, right, binds=self.strength[expr.op])
 
-    def enough(self, expr: Enough) -> Fragment:
-        """How many slots are enough."""
-        raise NotLowerable("`enough`")
+    def _negative(self, expr: Call) -> Fragment:
+        return fragment("-{}", self.value(expr.args[0], self.unary + 1), binds=self.unary)  # never --x
 
-    def pool(self, expr: Pool) -> Fragment:
-        """A value pooled along the text."""
-        raise NotLowerable(f"`{expr.op}_pool`")
+    def _not(self, expr: Call) -> Fragment:
+        return fragment(self.inversion + "{}", self.truth(expr.args[0], ATOM), binds=self.unary)
+
+    code: ClassVar[Code] = {
+        "number": _literal,
+        "reduce": _known_reduction,
+        "neg": _negative,
+        "not": _not,
+        **dict.fromkeys(("+", "-", "*", "/", "%", *COMPARISONS), binary),
+        **dict.fromkeys(LOGICAL, _logical),
+    }
+
+
+def _name(expr: Expr) -> str:
+    """By what a printer has code for a node."""
+    if isinstance(expr, Call):
+        return expr.op
+    if isinstance(expr, Input):
+        return expr.name
+    return "vectors" if isinstance(expr, TensorRef) and expr.group else expr.kind
+
+
+def missing(expr: Expr) -> str:
+    """What a target has no code for, as a refusal says it."""
+    if isinstance(expr, TensorRef):
+        return f"tensors {'with vectors of query heads' if expr.group else 'of files'}, as `{expr.name}` is one"
+    return f"values from the caller, as `{expr.name}` is one" if expr.kind == "given" else f"`{_name(expr)}`"
 
 
 def hoist(
     exprs: Iterable[Expr],
-    compute: Callable[[Reduce | Rank | Pool, str, dict[Expr, str]], T | None],
+    compute: Callable[[OfAllSlots, str, dict[Expr, str]], T | None],
     known: Mapping[Expr, str] = MappingProxyType({}),
 ) -> tuple[list[T], dict[Expr, str]]:
     """What has to be computed before a loop in which the expressions stand, and the names that it has there.
@@ -401,7 +363,7 @@ def hoist(
             return
         for child in children(expr):
             visit(child)
-        if isinstance(expr, (Reduce, Rank, Pool)):
+        if isinstance(expr, (Reduce, Rank)) or is_call(expr, *POOLS):
             name = f"{_called(expr)}_{len(names) + 1}"
             found = compute(expr, name, names)
             if found is not None:
@@ -413,26 +375,26 @@ def hoist(
     return computed, names
 
 
-def _called(expr: Reduce | Rank | Pool) -> str:
+def _called(expr: OfAllSlots) -> str:
     if isinstance(expr, Reduce):
         return f"{expr.op}_{RANGES[expr.over].replace(' ', '_')}"
-    return "rank" if isinstance(expr, Rank) else f"{expr.op}_pool"
+    return _name(expr)
 
 
 def in_layers(count: Expr, low: Expr | None, high: Expr | None) -> Expr:
     """The count in the layers from `low` to `high`, ends included; in the others no end."""
     layer = Input(name="layer")
-    ends = [Binary(op=op, left=layer, right=end) for op, end in (("<", low), (">", high)) if end is not None]
+    ends = [call(op, layer, end) for op, end in (("<", low), (">", high)) if end is not None]
     if not ends:
         return count
-    outside = ends[0] if len(ends) == 1 else Binary(op="or", left=ends[0], right=ends[1])
-    return Call(function="where", args=(outside, Number(value=math.inf), count))
+    outside = ends[0] if len(ends) == 1 else call("or", ends[0], ends[1])
+    return call("where", outside, Number(value=math.inf), count)
 
 
-def pair(call: Call) -> tuple[Expr, Expr]:
+def pair(extreme: Call) -> tuple[Expr, Expr]:
     """The operands of `min` or `max`, of which targets have functions of two."""
-    first, *rest = call.args
-    return first, rest[0] if len(rest) == 1 else Call(function=call.function, args=tuple(rest))
+    first, *rest = extreme.args
+    return first, rest[0] if len(rest) == 1 else call(extreme.op, *rest)
 
 
 _LARGEST = (2 - 2.0**-23) * 2.0**127

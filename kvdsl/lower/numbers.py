@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvdsl.budget import offers_ratio
-from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Pool, Select, TensorRef
+from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
+from kvdsl.ir.ops import POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import Fragment, fragment, names_of, reads, texts, uses_of
@@ -183,7 +184,7 @@ def _bounds(policy: Policy) -> dict[str, tuple[float, float]]:
     sketch = policy.sketch
     counts = [policy.trigger, policy.slack, policy.max_drop, policy.pages_after, *(keep.count for keep in policy.keeps)]
     some = [policy.pages, policy.prefill_block, policy.block, *(column.size for column in policy.columns)]
-    some += [node.size for expr in _evaluated(policy) for node in walk(expr) if isinstance(node, Pool)]
+    some += [node.args[1] for expr in _evaluated(policy) for node in walk(expr) if is_call(node, *POOLS)]
     some += [] if policy.select is None else [policy.select.count]
     some += [] if sketch is None else [sketch.count, sketch.every]
     bounded = [

@@ -12,35 +12,14 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    ColumnRef,
-    Enough,
-    Expr,
-    FoldRef,
-    GivenRef,
-    Input,
-    Leverage,
-    Number,
-    Other,
-    ParamRef,
-    Pool,
-    Project,
-    Rank,
-    Reduce,
-    RingRef,
-    Rotate,
-    TensorRef,
-)
-from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef, call, is_call
+from kvdsl.ir.ops import FIXED, INPUTS, OF_QUERY_HEADS, POOLS, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import of_query_heads, walk
 from kvdsl.lower.expression import (
     ATOM,
+    Code,
     Fragment,
-    Leaf,
     Printer,
     Target,
     Use,
@@ -58,7 +37,6 @@ _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 _OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
 _OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
-_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "acos", "floor", "ceil")}
 _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
@@ -73,18 +51,8 @@ CAN = Target(
         "heads": _MASKED,
         "text": _MASKED,
     },
-    functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
-    operators=OPERATORS,
-    pools=("max", "mean"),
-    ranks=True,
-    projects=True,
-    tensors=True,
-    given=True,
-    counts=True,
-    rotates=True,
-    leverages=True,
 )
-"""What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
+"""What the torch backend reduces: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
 
 TORCH, VECTORS = Use("helper", "torch"), Use("helper", "vectors")
@@ -93,8 +61,9 @@ TORCH, VECTORS = Use("helper", "torch"), Use("helper", "vectors")
 class _TorchPrinter(Printer):
     can = CAN
     strength = _STRENGTH
-    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
-    negation = ("-", _UNARY)
+    unary = _UNARY
+    functions: ClassVar[dict[str, str]] = functions_of("torch")
+    library = (TORCH,)
 
     def number(self, value: float) -> Fragment:
         """A literal."""
@@ -112,32 +81,16 @@ class _TorchPrinter(Printer):
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment("({}).float()", condition)
 
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "**" and expr.right == Number(value=2):
-            return fragment("{}.square()", self.value(expr.left, ATOM))
-        if expr.op == "**":
-            operands = (self.value(side, ATOM) for side in (expr.left, expr.right))
-            return fragment("{} ** {}", *operands, binds=_STRENGTH["**"])
-        if expr.op in LOGICAL:
-            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
-            operands = (self.truth(side, ATOM) for side in (expr.left, expr.right))
-            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", *operands, binds=_STRENGTH[expr.op])
-        return super().binary(expr)
+    def _power(self, expr: Call) -> Fragment:
+        base, exponent = expr.args
+        if exponent == Number(value=2):
+            return fragment("{}.square()", self.value(base, ATOM))
+        return fragment("{} ** {}", self.value(base, ATOM), self.value(exponent, ATOM), binds=_STRENGTH["**"])
 
-    def call(self, expr: Call) -> Fragment:
-        if expr.function == "not":
-            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
-        if expr.function == "where":
-            condition, yes, no = expr.args
-            chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
-            return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
-        if expr.function in ("min", "max"):
-            return self._extreme(expr)
-        return self.library(expr.function, self.value(expr.args[0]))
-
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        """A function of one number."""
-        return fragment(f"{_FUNCTIONS[function]}({{}})", argument, uses=[TORCH])
+    def _where(self, expr: Call) -> Fragment:
+        condition, yes, no = expr.args
+        chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
+        return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
 
     def _extreme(self, expr: Call) -> Fragment:
         """Min and max; against a literal it is a clamp."""
@@ -145,9 +98,17 @@ class _TorchPrinter(Printer):
         if isinstance(left, Number):
             left, right = right, left
         if isinstance(right, Number):
-            bound = "min" if expr.function == "max" else "max"
+            bound = "min" if expr.op == "max" else "max"
             return fragment(f"({{}}).clamp({bound}={{}})", self.value(left), self.number(right.value))
-        return fragment(f"torch.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right), uses=[TORCH])
+        return self.function(expr)
+
+    code: ClassVar[Code] = {
+        **Printer.code,
+        **dict.fromkeys(functions, Printer.function),
+        **dict.fromkeys(("min", "max"), _extreme),
+        "**": _power,
+        "where": _where,
+    }
 
 
 class NumberPrinter(_TorchPrinter):
@@ -158,14 +119,10 @@ class NumberPrinter(_TorchPrinter):
         self._tensor = tensor
         self.inputs = inputs
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(print_number(expr.value))
-        if isinstance(expr, ParamRef):
-            return Fragment(self._param.format(spelled(expr.name)))
-        if isinstance(expr, TensorRef):
-            return Fragment(self._tensor.format(expr.name))
-        assert isinstance(expr, Input)
+    def number(self, value: float) -> Fragment:
+        return Fragment(print_number(value))
+
+    def _input(self, expr: Input) -> Fragment:
         return Fragment(self.inputs[expr.name])
 
     def of_dtype(self, value: float) -> Fragment:
@@ -173,6 +130,13 @@ class NumberPrinter(_TorchPrinter):
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
+
+    code: ClassVar[Code] = {
+        **_TorchPrinter.code,
+        **dict.fromkeys((*FIXED, "live", "seen"), _input),
+        "param": lambda self, expr: Fragment(self._param.format(spelled(expr.name))),
+        "tensor": lambda self, expr: Fragment(self._tensor.format(expr.name)),
+    }
 
 
 class CountPrinter(NumberPrinter):
@@ -199,10 +163,13 @@ class CountPrinter(NumberPrinter):
         flag = ", grouped=True" if self._grouped else ""
         return fragment(f'{self._view}.counted("{expr.op}", {{}}{flag}){self._mean}', self._slots.value(expr.body))
 
-    def enough(self, expr: Enough) -> Fragment:
-        parts = [self._slots.value(expr.body), self(expr.share), self._slots.value(expr.by)]
+    def _enough(self, expr: Call) -> Fragment:
+        values, share, order = expr.args
+        parts = [self._slots.value(values), self(share), self._slots.value(order)]
         flag = ", grouped=True" if self._grouped else ""
         return fragment(f"{self._view}.enough({{}}, {{}}, {{}}{flag}){self._mean}", *parts)
+
+    code: ClassVar[Code] = {**NumberPrinter.code, "enough": _enough}
 
 
 class TokenPrinter(_TorchPrinter):
@@ -211,23 +178,21 @@ class TokenPrinter(_TorchPrinter):
     def of_dtype(self, value: float) -> Fragment:
         return Fragment(f"new.number({print_number(value)})")
 
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        return fragment("new.sqrt({})", argument) if function == "sqrt" else super().library(function, argument)
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return self.number(expr.value)
-        if isinstance(expr, TensorRef):
-            return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
-        if isinstance(expr, GivenRef):
-            return Fragment(f'new.given("{expr.name}")')
-        assert isinstance(expr, Input)
-        return Fragment(f"new.{expr.name}")
+    def _sqrt(self, expr: Call) -> Fragment:
+        return fragment("new.sqrt({})", self.value(expr.args[0]))
 
     def reduce(self, expr: Reduce) -> Fragment:
         body = self.of_dtype(expr.body.value) if isinstance(expr.body, Number) else self.value(expr.body)
         alike = "" if dims_of(expr.body) else ", alike=True"
         return fragment(f'new.over_dims("{expr.op}", {{}}{alike})', body)
+
+    code: ClassVar[Code] = {
+        **_TorchPrinter.code,
+        **dict.fromkeys(("k", "v"), lambda _, expr: Fragment(f"new.{expr.name}")),
+        "tensor": lambda _, expr: Fragment(f'new.tensor("{expr.name}", dims={expr.dims})'),
+        "sqrt": _sqrt,
+        "given": lambda _, expr: Fragment(f'new.given("{expr.name}")'),
+    }
 
 
 class TensorPrinter(_TorchPrinter):
@@ -259,44 +224,33 @@ class TensorPrinter(_TorchPrinter):
             names=self._names,
         )
 
-    def library(self, function: str, argument: Fragment) -> Fragment:
-        if function == "sqrt":
-            return fragment(f"{self._view}.sqrt({{}})", argument)
-        return super().library(function, argument)
+    def _sqrt(self, expr: Call) -> Fragment:
+        return fragment(f"{self._view}.sqrt({{}})", self.value(expr.args[0]))
 
     def number(self, value: float) -> Fragment:
         """A literal beside float32 tensors."""
         return super().number(as_float32(value))
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return self.number(expr.value)
-        if isinstance(expr, Input) and expr.name == "q":
-            return Fragment(f"{self._view}.q")
-        if isinstance(expr, Input) and expr.name == "query_head":
-            return Fragment(f"{self._view}.query_head" + (".unsqueeze(-1)" if self._dims else ""))
-        if isinstance(expr, TensorRef) and expr.group:
-            return Fragment(f'{self._view}.vectors("{expr.name}")')
-        if isinstance(expr, TensorRef) and expr.dims:
-            return Fragment(f'{self._view}.vector("{expr.name}")' + (".unsqueeze(2)" if self._grouped else ""))
-        if isinstance(expr, Input) and expr.name in ("k", "v"):
-            return Fragment(f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else ""))
-        return self._lift(self._four_axes(expr))
+    def _of_view(self, member: str, *, grouped: bool = False, dims: bool = False) -> Fragment:
+        """What the view has, with room for the axes that it lacks here, the group's and the dims."""
+        room = ".unsqueeze(2)" * (grouped and self._grouped) + ".unsqueeze(-1)" * (dims and self._dims)
+        return Fragment(f"{self._view}.{member}{room}")
 
-    def _four_axes(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, ColumnRef):
-            return Fragment(expr.name, uses=(Use("column", expr.name),))
-        if isinstance(expr, RingRef):
-            return Fragment(f'{self._view}.ring("{expr.name}", "{expr.op}")')
-        if isinstance(expr, ParamRef):
-            return Fragment(f'{self._view}.number("{spelled(expr.name)}")')
-        if isinstance(expr, TensorRef):
-            return Fragment(f'{self._view}.scalar("{expr.name}")')
-        if isinstance(expr, Input):
-            if expr.name in FIXED:
-                return Fragment(f'{self._view}.number("{expr.name}")')
-            return Fragment(f"{self._view}.{'asked' if expr.name == 'query_position' else expr.name}")
-        return Fragment(f"{self._view}.random()")
+    def _input(self, expr: Input) -> Fragment:
+        named = {"query_position": "asked"} | {name: f'number("{name}")' for name in FIXED}
+        of_query_heads = expr.name in OF_QUERY_HEADS
+        return self._of_view(
+            named.get(expr.name, expr.name), grouped=not of_query_heads, dims=Axis.DIM not in INPUTS[expr.name].axes
+        )
+
+    def _tensor(self, expr: TensorRef) -> Fragment:
+        return self._of_view(f'{"vector" if expr.dims else "scalar"}("{expr.name}")', grouped=True, dims=not expr.dims)
+
+    def column(self, name: str) -> Fragment:
+        return self._lift(Fragment(name, uses=(Use("column", name),)))
+
+    def ring(self, name: str, op: str) -> Fragment:
+        return self._of_view(f'ring("{name}", "{op}")', grouped=True, dims=True)
 
     def _lift(self, made: Fragment) -> Fragment:
         """Make room for the axes that a value over queries and slots lacks here."""
@@ -323,7 +277,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body), uses=uses)
 
     def _over_dims(self, expr: Reduce) -> Fragment:
-        product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        product = call("*", Input(name="q"), Input(name="k"))
         sides = _of_query_and_slot(expr) if self._view == "text" else None
         if sides is not None:
             inside = self._inside(dims=True)
@@ -333,8 +287,8 @@ class TensorPrinter(_TorchPrinter):
         else:
             body = self._inside(dims=True).value(expr.body)
             sketched = expr.within == "sketch"
-            call = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
-            made = fragment(call, body, uses=_vectors(expr))
+            reduced = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
+            made = fragment(reduced, body, uses=_vectors(expr))
         return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
 
     def _over_text(self, expr: Reduce) -> Fragment:
@@ -369,37 +323,38 @@ class TensorPrinter(_TorchPrinter):
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
         flags = f"{', dims=True' if dims else ''}{vectors}{', itself=True' if expr.within == 'self' else ''}"
         own, others = (fragment("[" + ", ".join("{}" for _ in parts) + "]", *parts) for parts in (pairs.own, pairs.others))
-        call = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
-        return fragment(call, body, own, others)
+        made = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
+        return fragment(made, body, own, others)
 
-    def fold(self, expr: FoldRef) -> Fragment:
-        column = Fragment(expr.name, uses=(Use("column", expr.name), TORCH))
-        start = TensorPrinter(self._view).value(expr.start)
-        return self._lift(fragment("torch.where({}.isnan(), {}, {})", column, start, column))
+    def _begun(self, expr: Call) -> Fragment:
+        held, start = (TensorPrinter(self._view).value(arg) for arg in expr.args)
+        return self._lift(fragment("torch.where({}.isnan(), {}, {})", held, start, held, uses=[TORCH]))
 
-    def project(self, expr: Project) -> Fragment:
-        assert isinstance(expr.matrix, TensorRef)
-        name = "project_group" if expr.matrix.group else "project"
-        return fragment(f'{self._view}.{name}("{expr.matrix.name}", {{}})', self.value(expr.body))
+    def _project(self, expr: Call) -> Fragment:
+        vector, matrix = expr.args
+        assert isinstance(matrix, TensorRef)
+        name = "project_group" if matrix.group else "project"
+        return fragment(f'{self._view}.{name}("{matrix.name}", {{}})', self.value(vector))
 
-    def rotate(self, expr: Rotate) -> Fragment:
-        flat = self._inside(dims=False)
-        x = self.value(expr.body, ATOM)
-        if expr.op == "pairs":
-            return fragment(f"{self._view}.pairs({{}})", x)
-        assert expr.by is not None
-        if expr.op == "turn":
-            return fragment(f"{self._view}.turn({{}}, {{}})", x, flat.value(expr.by))
-        numbers = [TensorPrinter(self._view).value(part) for part in (expr.by, expr.factor) if part is not None]
-        return fragment(f"{self._view}.ahead({{}}{', {}' * len(numbers)})", x, *numbers)
+    def _pairs(self, expr: Call) -> Fragment:
+        return fragment(f"{self._view}.pairs({{}})", self.value(expr.args[0], ATOM))
 
-    def leverage(self, expr: Leverage) -> Fragment:
-        body = self._inside(dims=True).value(expr.body)
-        ridge = TensorPrinter(self._view).value(expr.ridge)
+    def _turn(self, expr: Call) -> Fragment:
+        vector, by = expr.args
+        return fragment(f"{self._view}.turn({{}}, {{}})", self.value(vector, ATOM), self._inside(dims=False).value(by))
+
+    def _ahead(self, expr: Call) -> Fragment:
+        vector, *numbers = expr.args
+        parts = [self.value(vector, ATOM), *map(TensorPrinter(self._view).value, numbers)]
+        return fragment(f"{self._view}.ahead({', '.join('{}' for _ in parts)})", *parts)
+
+    def _leverage(self, expr: Call) -> Fragment:
+        vector, ridge = expr.args
+        parts = self._inside(dims=True).value(vector), TensorPrinter(self._view).value(ridge)
         lifted = ".unsqueeze(-1)" if self._dims else ""
-        return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", body, ridge)
+        return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", *parts)
 
-    def rank(self, expr: Rank) -> Fragment:
+    def _rank(self, expr: Rank) -> Fragment:
         grouped = of_query_heads(expr.body) and expr.within != "heads"  # what these have of it has been pooled
         inside = self._inside(grouped=grouped, dims=False)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
@@ -407,13 +362,35 @@ class TensorPrinter(_TorchPrinter):
         flag = ", grouped=True" if grouped else ""
         return fragment(f"{self._view}.{name}({{}}{flag}){lifted}", inside.value(expr.body))
 
-    def enough(self, expr: Enough) -> Fragment:
-        parts = [self.value(expr.body), CountPrinter(self._view)(expr.share), self.value(expr.by)]
+    def _enough(self, expr: Call) -> Fragment:
+        values, share, order = expr.args
+        parts = [self.value(values), CountPrinter(self._view)(share), self.value(order)]
         return fragment(f"{self._view}.enough({{}}, {{}}, {{}}).float()", *parts)
 
-    def pool(self, expr: Pool) -> Fragment:
+    def _pool(self, expr: Call) -> Fragment:
         flat = TensorPrinter(self._view, names=self._names)  # what it pools is the group's
-        return self._lift(fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", flat.body(expr.body), flat.value(expr.size)))
+        values, size = expr.args
+        return self._lift(fragment(f"{self._view}.{expr.op}({{}}, {{}})", flat.body(values), flat.value(size)))
+
+    code: ClassVar[Code] = {
+        **_TorchPrinter.code,
+        **dict.fromkeys(INPUTS.keys() - {"prev"}, _input),
+        **dict.fromkeys(POOLS, _pool),
+        "param": lambda self, expr: self._of_view(f'number("{spelled(expr.name)}")', grouped=True, dims=True),
+        "tensor": _tensor,
+        "vectors": lambda self, expr: self._of_view(f'vectors("{expr.name}")'),
+        "column": Printer.read_column,
+        "sqrt": _sqrt,
+        "rank": _rank,
+        "random": lambda self, _: self._of_view("random()", grouped=True, dims=True),
+        "begun": _begun,
+        "project": _project,
+        "turn": _turn,
+        "ahead": _ahead,
+        "pairs": _pairs,
+        "leverage": _leverage,
+        "enough": _enough,
+    }
 
 
 class _PairPrinter(TensorPrinter):
@@ -465,9 +442,9 @@ def _listed(parts: list[Fragment], name: str, part: Fragment) -> Fragment:
 def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:
     """The vectors of a product of a query's and a slot's, which is one of matrices."""
     body = expr.body
-    if expr.op != "sum" or expr.within != "all" or not (isinstance(body, Binary) and body.op == "*"):
+    if expr.op != "sum" or expr.within != "all" or not is_call(body, "*"):
         return None
-    for left, right in ((body.left, body.right), (body.right, body.left)):
+    for left, right in (body.args, body.args[::-1]):
         if axes_of(left) == {Axis.QUERY, Axis.DIM} and axes_of(right) == {Axis.SLOT, Axis.DIM}:
             return left, right
     return None
@@ -481,9 +458,9 @@ def _vectors(expr: Reduce) -> tuple[Use, ...]:
 def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
     """The weights and the vectors of `sum(weight * v over slots)`: a product of matrices, without a value per query, slot and dim."""
     body = expr.body
-    if expr.op != "sum" or expr.over != "slots" or not (isinstance(body, Binary) and body.op == "*"):
+    if expr.op != "sum" or expr.over != "slots" or not is_call(body, "*"):
         return None
-    for weights, vectors in ((body.left, body.right), (body.right, body.left)):
+    for weights, vectors in (body.args, body.args[::-1]):
         if isinstance(vectors, Input) and vectors.name in ("k", "v") and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
             return weights, f"{vectors.name}s"
     return None

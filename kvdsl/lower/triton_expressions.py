@@ -13,28 +13,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    ColumnRef,
-    Expr,
-    FoldRef,
-    GivenRef,
-    Input,
-    Number,
-    ParamRef,
-    Random,
-    Reduce,
-    RingRef,
-    TensorRef,
-)
-from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
+from kvdsl.ir.ops import FIXED, functions_of
 from kvdsl.ir.printer import print_number
+from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
-    ATOM,
+    Code,
     Fragment,
-    Leaf,
     NotLowerable,
     Printer,
     Target,
@@ -43,7 +28,6 @@ from kvdsl.lower.expression import (
     fragment,
     is_vector,
     names_of,
-    pair,
     texts,
     uses_of,
 )
@@ -53,7 +37,6 @@ from kvdsl.lower.spelling import size_of, spelled
 STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
 STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
-_FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
 CAN = Target(
     reduces={
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
@@ -61,12 +44,8 @@ CAN = Target(
         "slots": ("sum", "mean", "max", "min"),
         "dims": ("sum", "mean", "var", "std", "max", "min"),
     },
-    functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
-    operators=OPERATORS,
-    tensors=True,
-    given=True,
 )
-"""What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
+"""What Triton reduces; `ops.py` of `kvdsl/runtime/gpu` has it."""
 
 
 OF_VECTORS = "what a query gives every slot, where it is computed from keys, values or queries"
@@ -77,46 +56,27 @@ SKETCHED = "a sketch by anything but the query, dim by dim"
 class _TritonPrinter(Printer):
     can = CAN
     strength = STRENGTH
-    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
-    negation = ("-", _UNARY)
-    sqrt: ClassVar[str] = "tl.sqrt"
-    raised: ClassVar[str] = "ops.power"
+    unary = _UNARY
+    functions: ClassVar[dict[str, str]] = functions_of("triton") | {"begun": "ops.begun"}
+    squared, raised = "ops.square", "ops.power"
 
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment("tl.where({}, 1.0, 0.0)", condition)
 
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "**":
-            return self.power(expr)
-        if expr.op == "%":
-            return fragment("ops.modulo({}, {})", self.value(expr.left), self.value(expr.right))
-        if expr.op in LOGICAL:
-            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
-            left, right = (self._operand(side, expr) for side in (expr.left, expr.right))
-            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=STRENGTH[expr.op])
-        return super().binary(expr)
-
-    def power(self, expr: Binary) -> Fragment:
-        """A power, in double precision but for squares."""
-        if expr.right == Number(value=2):
-            return fragment("ops.square({})", self.value(expr.left))
-        return fragment(f"{self.raised}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
-
-    def _operand(self, side: Expr, whole: Expr) -> Fragment:
+    def operand(self, side: Expr, whole: Call) -> Fragment:
         alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
-        return fragment("ops.truth({})", self.truth(side)) if alone else self.truth(side, ATOM)
+        return fragment("ops.truth({})", self.truth(side)) if alone else super().operand(side, whole)
 
-    def call(self, expr: Call) -> Fragment:
-        if expr.function == "not":
-            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
-        if expr.function == "where":
-            condition, yes, no = expr.args
-            return fragment("tl.where({}, {}, {})", self.truth(condition), self.value(yes), self.value(no))
-        if expr.function in ("min", "max"):
-            left, right = pair(expr)
-            return fragment(f"ops.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right))
-        function = self.sqrt if expr.function == "sqrt" else _FUNCTIONS[expr.function]
-        return fragment(f"{function}({{}})", self.value(expr.args[0]))
+    def _where(self, expr: Call) -> Fragment:
+        condition, yes, no = expr.args
+        return fragment("tl.where({}, {}, {})", self.truth(condition), self.value(yes), self.value(no))
+
+    code: ClassVar[Code] = {
+        **Printer.code,
+        **dict.fromkeys(functions, Printer.function),
+        "**": Printer.power,
+        "where": _where,
+    }
 
 
 class CountPrinter(_TritonPrinter):
@@ -124,22 +84,20 @@ class CountPrinter(_TritonPrinter):
 
     raised = "ops.count_power"
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return _float64(expr.value)
-        if isinstance(expr, ParamRef):
-            return number(spelled(expr.name))
-        if isinstance(expr, TensorRef):
-            return fragment("{}.to(tl.float64)", constant(expr))
-        assert isinstance(expr, Input)
-        if expr.name == "live":
-            return Fragment("live.to(tl.float64)", uses=(Use("input", "live"),))
-        if expr.name == "seen":
-            return Fragment("(now + 1).to(tl.float64)", uses=(Use("input", "seen"),))
-        return number(expr.name)
+    def number(self, value: float) -> Fragment:
+        return _float64(value)
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise NotLowerable("a number that is counted over slots")
+
+    code: ClassVar[Code] = {
+        **_TritonPrinter.code,
+        **dict.fromkeys(FIXED, lambda _, expr: number(expr.name)),
+        "live": lambda *_: Fragment("live.to(tl.float64)", uses=(Use("input", "live"),)),
+        "seen": lambda *_: Fragment("(now + 1).to(tl.float64)", uses=(Use("input", "seen"),)),
+        "param": lambda _, expr: number(spelled(expr.name)),
+        "tensor": lambda _, expr: fragment("{}.to(tl.float64)", constant(expr)),
+    }
 
 
 @dataclass(frozen=True)
@@ -151,38 +109,32 @@ class BlockPrinter(_TritonPrinter):
 
     hoisted: dict[Expr, str]
 
-    sqrt = "tl.sqrt_rn"
+    def number(self, value: float) -> Fragment:
+        if not math.isfinite(value):
+            return Fragment(f'float("{value}")')
+        text = print_number(value)
+        return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
 
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "/":  # correctly rounded, so that equal quotients are equal
-            return fragment("tl.div_rn({}, {})", self.value(expr.left), self.value(expr.right))
-        return super().binary(expr)
+    def _rounded(self, expr: Call) -> Fragment:
+        """Correctly rounded, so that equal quotients and roots are equal."""
+        name = {"/": "tl.div_rn", "sqrt": "tl.sqrt_rn"}[expr.op]
+        return fragment(f"{name}({', '.join('{}' for _ in expr.args)})", *map(self.value, expr.args))
 
-    def power(self, expr: Binary) -> Fragment:
+    def power(self, expr: Call) -> Fragment:
+        """In double precision but for squares."""
         made = super().power(expr)
-        return made if expr.right == Number(value=2) else fragment("{}.to(tl.float32)", made)
+        return made if expr.args[1] == Number(value=2) else fragment("{}.to(tl.float32)", made)
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number) and not math.isfinite(expr.value):
-            return Fragment(f'float("{expr.value}")')
-        if isinstance(expr, Number):
-            text = print_number(expr.value)
-            return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
-        if isinstance(expr, ParamRef):
-            return fragment("{}.to(tl.float32)", number(spelled(expr.name)))
-        if isinstance(expr, Random):
-            return Fragment("ops.random(random_key, pos, now)", uses=(Use("helper", "random_key"),))
-        if isinstance(expr, ColumnRef):
-            return Fragment(expr.name, uses=(Use("column", expr.name),))
-        if isinstance(expr, RingRef):
-            use = Use("ring", expr.name, expr.op)
-            return Fragment(ring_name(use), uses=(use,))
-        if isinstance(expr, TensorRef):
-            return constant(expr)
-        if expr.name in FIXED:
-            return fragment("{}.to(tl.float32)", number(expr.name))
-        plain = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
-        return Fragment(plain.get(expr.name, expr.name), uses=(Use("input", expr.name),))
+    def column(self, name: str) -> Fragment:
+        return Fragment(name, uses=(Use("column", name),))
+
+    def ring(self, name: str, op: str) -> Fragment:
+        use = Use("ring", name, op)
+        return Fragment(ring_name(use), uses=(use,))
+
+    def _input(self, expr: Input) -> Fragment:
+        cast = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
+        return Fragment(cast.get(expr.name, expr.name), uses=(Use("input", expr.name),))
 
     def condition(self, expr: Expr) -> Fragment:
         """A condition that can be combined with others over slots."""
@@ -192,19 +144,27 @@ class BlockPrinter(_TritonPrinter):
         name = self.hoisted[expr]
         return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
 
-    def fold(self, expr: FoldRef) -> Fragment:
-        held = Fragment(expr.name, uses=(Use("column", expr.name),))
-        return fragment("ops.begun({}, {})", held, self.value(expr.start))
+    code: ClassVar[Code] = {
+        **_TritonPrinter.code,
+        **dict.fromkeys(("attn", "logit", "q", "k", "v", "position", "age", "live", "observed", "query_head"), _input),
+        **dict.fromkeys(FIXED, lambda _, expr: fragment("{}.to(tl.float32)", number(expr.name))),
+        **dict.fromkeys(("/", "sqrt"), _rounded),
+        "**": power,
+        "param": lambda _, expr: fragment("{}.to(tl.float32)", number(spelled(expr.name))),
+        "tensor": lambda _, expr: constant(expr),
+        "column": Printer.read_column,
+        "random": lambda *_: Fragment("ops.random(random_key, pos, now)", uses=(Use("helper", "random_key"),)),
+    }
 
 
 @dataclass(frozen=True)
 class TilePrinter(BlockPrinter):
     """Float32 values over a block of slots and the dims of their keys or values: what varies over one of both lies along it."""
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Input) and expr.name in ("k", "v"):
-            return Fragment(expr.name, uses=(Use("input", expr.name),))
-        made = super().leaf(expr)
+    def parts(self, expr: Expr) -> Fragment:
+        made = super().parts(expr)
+        if children(expr) or expr.kind == "reduce" or expr in (Input(name="k"), Input(name="v")):
+            return made
         if isinstance(expr, TensorRef) and expr.dims:
             return fragment("{}[None, :]", made)
         return fragment("{}[:, None]", made) if Axis.SLOT in axes_of(expr) else made
@@ -224,18 +184,21 @@ def of_every_slot(expr: Reduce) -> bool:
 class TokenPrinter(_TritonPrinter):
     """Float64 values over the dims of a new token's `k` and `v`, and one for the token: what it has by itself."""
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return _float64(expr.value)
-        if isinstance(expr, TensorRef):
-            return fragment("{}.to(tl.float64)", constant(expr))
-        if isinstance(expr, GivenRef):
-            return Fragment(f"supplied_{spelled(expr.name)}.to(tl.float64)", uses=(Use("given", expr.name),))
-        assert isinstance(expr, Input)
-        return Fragment(expr.name, uses=(Use("input", expr.name),))
+    def number(self, value: float) -> Fragment:
+        return _float64(value)
 
     def reduce(self, expr: Reduce) -> Fragment:
         return fragment(f"ops.ordered_{expr.op}({{}}, {dims_there(expr.body)})", self.value(expr.body))
+
+    def _given(self, expr: GivenRef) -> Fragment:
+        return Fragment(f"supplied_{spelled(expr.name)}.to(tl.float64)", uses=(Use("given", expr.name),))
+
+    code: ClassVar[Code] = {
+        **_TritonPrinter.code,
+        **dict.fromkeys(("k", "v"), lambda _, expr: Fragment(expr.name, uses=(Use("input", expr.name),))),
+        "tensor": lambda _, expr: fragment("{}.to(tl.float64)", constant(expr)),
+        "given": _given,
+    }
 
 
 def dims_there(body: Expr) -> str:
@@ -246,12 +209,11 @@ def dims_there(body: Expr) -> str:
 class DimPrinter(BlockPrinter):
     """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
 
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, (Number, ParamRef)) or (isinstance(expr, Input) and expr.name in FIXED):
-            return super().leaf(expr)
-        if expr != Input(name="q"):
+    def parts(self, expr: Expr) -> Fragment:
+        fixed = expr.kind in ("number", "param") or (isinstance(expr, Input) and expr.name in (*FIXED, "q"))
+        if not children(expr) and not fixed:
             raise NotLowerable(SKETCHED)
-        return Fragment("q", uses=(Use("input", "q"),))
+        return super().parts(expr)
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise NotLowerable(SKETCHED)

@@ -6,8 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvdsl.ir.nodes import Axis, Expr, Policy, Pool, Rank, Reduce
-from kvdsl.lower.expression import Fragment, NotLowerable, Use, dims_of, fragment, hoist, is_vector, names_of
+from kvdsl.ir.nodes import Axis, Expr, Policy, Reduce
+from kvdsl.lower.expression import (
+    Fragment,
+    NotLowerable,
+    OfAllSlots,
+    Use,
+    dims_of,
+    fragment,
+    hoist,
+    is_vector,
+    missing,
+    names_of,
+)
 from kvdsl.lower.triton_expressions import (
     CAN,
     OF_VECTORS,
@@ -82,13 +93,12 @@ def hoisted_loops(
         rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
     """
 
-    def loop(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Pass | None:
+    def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
         if not isinstance(expr, Reduce):
-            CAN.check(expr)
-            return None
+            raise NotLowerable(missing(expr))
         if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
             raise NotLowerable(OF_VECTORS)
-        CAN.check(expr)
+        CAN.check(expr.op, expr.over)
         if expr.axis is Axis.DIM:
             assert rows is not None
             return _over_dims(policy, slots, expr, name, names, rows)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Pool, Rank, Reduce
-from kvdsl.lower.expression import Fragment, Use, fragment, hoist, names_of, uses_of
+from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
+from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, uses_of
 from kvdsl.lower.spelling import size_of
 from kvdsl.lower.triton import tensors_in
 from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
@@ -186,10 +186,10 @@ def _of_tokens(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
 def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
 
-    def loop(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Pass | None:
+    def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
         if not isinstance(expr, Reduce) or expr.axis is not Axis.SLOT:
             return None
-        CAN.check(expr)
+        CAN.check(expr.op, expr.over)
         body = BlockPrinter(names).value(expr.body)
         return _reduction(name, expr.op, body, (*_of_tokens(policy, body.uses), *_from_queries(policy, body.uses)))
 

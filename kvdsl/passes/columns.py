@@ -13,31 +13,12 @@ What ranks slots and dims for one query (`select`, `sketch`) remembers nothing b
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    Column,
-    ColumnRef,
-    Expr,
-    Fold,
-    FoldRef,
-    GivenRef,
-    Input,
-    Keep,
-    Number,
-    Other,
-    ParamRef,
-    Policy,
-    Previous,
-    Project,
-    Rank,
-    Reduce,
-    RingRef,
-    TensorRef,
-)
-from kvdsl.ir.ops import OPERATORS, REDUCTIONS
+from kvdsl.ir.nodes import PREVIOUS, Axis, Call, Column, ColumnRef, Expr, Fold, Input, Keep, Policy, Reduce, call, is_call
+from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS
 from kvdsl.ir.visitors import mapped, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import normal, plain
@@ -97,10 +78,10 @@ class _Columns:
 
     def with_given(self, expr: Expr) -> Expr:
         """The expression with what the caller gave read from columns, and nothing else."""
-        return rewrite(expr, lambda part: self._rule(part) if isinstance(part, GivenRef) else None)
+        return rewrite(expr, lambda part: self._rule(part) if part.kind == "given" else None)
 
     def _rule(self, expr: Expr) -> Expr | None:
-        if isinstance(expr, GivenRef):
+        if expr.kind == "given":
             return ColumnRef(name=self._column("token", expr))
         if isinstance(expr, Fold):
             return self._fold(expr)
@@ -118,15 +99,16 @@ class _Columns:
         body, start = self.lower(expr.body), self.lower(expr.start)
         meaning = (rule, body, start)
         if meaning not in self._by_meaning:
-            held = FoldRef(name=self._fresh(_slug(rule, body)), start=start)
-            made = rewrite(body, lambda part: held if isinstance(part, Previous) else None)
-            self._by_meaning[meaning] = Column(name=held.name, rule=rule, body=made)
+            name = self._fresh(_slug(rule, body))
+            held = call("begun", ColumnRef(name=name), start)
+            made = rewrite(body, lambda part: held if part == PREVIOUS else None)
+            self._by_meaning[meaning] = Column(name=name, rule=rule, body=made)
         column = self._by_meaning[meaning]
-        return FoldRef(name=column.name, start=start) if rule == "fold" else column.body
+        return call("begun", ColumnRef(name=column.name), start) if rule == "fold" else column.body
 
     def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
         if expr.last is not None:
-            return RingRef(name=self._column("ring", body, size=expr.last), op=expr.op)
+            return ColumnRef(name=self._column("ring", body, size=expr.last), op=expr.op)
         return self._of_columns(expr.op, body, expr.decay)
 
     def _of_columns(self, op: str, body: Expr, decay: Expr | None) -> Expr:
@@ -153,13 +135,19 @@ class _Columns:
 
 def _is_of_token(expr: Expr) -> bool:
     """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
-    return axes_of(expr) == {Axis.SLOT} and all(
-        isinstance(part, (Call, Binary, Number, GivenRef))
-        or (isinstance(part, TensorRef) and not part.group)
-        or (isinstance(part, Reduce) and part.axis is Axis.DIM and part.within == "all")
-        or (isinstance(part, Input) and part.name in ("k", "v"))
-        for part in walk(expr)
-    )
+    return axes_of(expr) == {Axis.SLOT} and all(map(_stays, walk(expr)))
+
+
+def _stays(part: Expr) -> bool:
+    """Whether a node reads nothing but what a token has."""
+    if part.kind == "call":
+        return part.op in FUNCTIONS or part.op in OPERATORS
+    if part.kind == "reduce":
+        return part.axis is Axis.DIM and part.within == "all"
+    return part.kind in ("number", "given") or (part.kind == "tensor" and not part.group) or part in _OF_TOKEN
+
+
+_OF_TOKEN = (Input(name="k"), Input(name="v"))
 
 
 def _slug(rule: str, body: Expr) -> str:
@@ -175,30 +163,35 @@ def _slug(rule: str, body: Expr) -> str:
 
 
 def _token_slug(body: Expr) -> str:
-    if isinstance(body, GivenRef):
+    if body.kind == "given":
         return f"given_{body.name}"
-    if isinstance(body, Reduce) and body.op == "sum" and isinstance(body.body, Call) and body.body.function == "abs":
+    if body.kind == "reduce" and body.op == "sum" and is_call(body.body, "abs"):
         return f"norm1_{_words(body.body.args[0])}"
     return _words(body)
 
 
 def _words(expr: Expr) -> str:
-    if isinstance(expr, (Input, ParamRef, TensorRef, GivenRef, ColumnRef, FoldRef)):
-        return expr.name
-    if isinstance(expr, Previous):
-        return "prev"
-    if isinstance(expr, Number):
-        return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")
-    if isinstance(expr, Reduce):
-        return f"{expr.op}_{_words(expr.body)}"
-    if isinstance(expr, Project):
-        return f"{_words(expr.body)}_in_{_words(expr.matrix)}"
-    if isinstance(expr, Other):
-        return f"other_{_words(expr.body)}"
-    if isinstance(expr, Rank):
-        return f"rank_{_words(expr.body)}"
-    if isinstance(expr, Call):
-        return "_".join([expr.function, *map(_words, expr.args)])
-    if isinstance(expr, Binary):
-        return f"{_words(expr.left)}_{OPERATORS[expr.op].word}_{_words(expr.right)}"
-    return "random"
+    return _WORDS[expr.kind](expr)
+
+
+def _words_of_call(expr: Call) -> str:
+    words = [_words(arg) for arg in expr.args]
+    if expr.op in OPERATORS:
+        return f"_{OPERATORS[expr.op].word}_".join(words)
+    if expr.op == "project":
+        return "_in_".join(words)
+    if expr.op == "begun":
+        return words[0]
+    return "_".join([expr.op, *words]) if expr.op in FUNCTIONS else "random"
+
+
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("input", "param", "tensor", "given"), lambda expr: expr.name),
+    "number": lambda expr: f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", ""),
+    "call": _words_of_call,
+    "reduce": lambda expr: f"{expr.op}_{_words(expr.body)}",
+    "rank": lambda expr: f"rank_{_words(expr.body)}",
+    "other": lambda expr: f"other_{_words(expr.body)}",
+    "column": lambda expr: expr.name if expr.op is None else "random",
+    "fold": lambda _: "random",
+}

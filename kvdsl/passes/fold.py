@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Input, Number, ParamRef, Policy
+from kvdsl.ir.nodes import Call, Expr, Input, Number, ParamRef, Policy
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 from kvdsl.ir.visitors import bottom_up, children, mapped
 
@@ -23,10 +23,8 @@ def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | No
         return names.get(expr.name)
     if isinstance(expr, Input):
         return names.get(f"@{expr.name}")
-    if isinstance(expr, Binary):
-        return apply(expr.op, value_of(expr.left, names), value_of(expr.right, names))
     if isinstance(expr, Call):
-        return apply(expr.function, *(value_of(arg, names) for arg in expr.args))
+        return apply(expr.op, *(value_of(arg, names) for arg in expr.args))
     return None
 
 
@@ -36,11 +34,11 @@ def some(count: float) -> int:
 
 
 def apply(name: str, *args: float | None) -> float | None:
-    """An operator or function of constants; None if one is not known or there is no finite result."""
+    """An operator or function of constants; None of another operation, if one is not known, or where there is no finite result."""
+    row = OPERATORS.get(name) or FUNCTIONS.get(name)
     known = [arg for arg in args if arg is not None]
-    if len(known) < len(args):
+    if row is None or len(known) < len(args):
         return None
-    row = OPERATORS.get(name) or FUNCTIONS[name]
     try:
         value = float(row.value(*known))
     except (ArithmeticError, ValueError):
@@ -54,9 +52,7 @@ def fold_expression(expr: Expr) -> Expr:
 
 
 def _folded(expr: Expr) -> Expr:
-    if not isinstance(expr, (Binary, Call)) or not all(isinstance(part, Number) for part in children(expr)):
-        return expr
-    value = value_of(expr)
+    value = value_of(expr) if expr.kind == "call" and all(part.kind == "number" for part in children(expr)) else None
     return expr if value is None else Number(value=value)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce, Within
-from kvdsl.ir.ops import COMPARISONS, FIXED, LOGICAL, REDUCTIONS
+from kvdsl.ir.nodes import Axis, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce, Within, call, is_call
+from kvdsl.ir.ops import CONDITIONS, FIXED, REDUCTIONS
 from kvdsl.ir.visitors import bottom_up, children, mapped, walk, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
 
@@ -34,17 +33,16 @@ Pages = tuple[Expr, Expr | None]
 def page_of_key(key: Expr) -> Pages | None:
     """The pages that a key counts, as `page(16)` and `floor((position - 4) / 16)` do; None if it is another key."""
     folded = fold_expression(key)
-    if not (isinstance(folded, Call) and folded.function == "floor"):
+    quotient = folded.args[0] if is_call(folded, "floor") else None
+    if not is_call(quotient, "/"):
         return None
-    (quotient,) = folded.args
-    if not (isinstance(quotient, Binary) and quotient.op == "/"):
-        return None
-    size, after = _whole(quotient.right, 1), None
-    if isinstance(quotient.left, Binary) and quotient.left.op == "-" and quotient.left.left == POSITION:
-        after = _whole(quotient.left.right, 0)
+    place, divisor = quotient.args
+    size, after = _whole(divisor, 1), None
+    if is_call(place, "-") and place.args[0] == POSITION:
+        after = _whole(place.args[1], 0)
         if after is None:
             return None
-    elif quotient.left != POSITION:
+    elif place != POSITION:
         return None
     return None if size is None else (size, None if after == ZERO else after)
 
@@ -53,9 +51,9 @@ def _whole(count: Expr, least: int) -> Expr | None:
     """What a count is made of that is floored, and at least 0 or 1: what pages are counted by."""
     if isinstance(count, Number):
         return count if count.value == math.floor(count.value) and count.value >= least else None
-    if least and isinstance(count, Call) and count.function == "max" and count.args[1:] == (ONE,):
+    if least and is_call(count, "max") and count.args[1:] == (ONE,):
         return _whole(count.args[0], 0)
-    if isinstance(count, Call) and count.function == "floor" and is_fixed(count):
+    if is_call(count, "floor") and is_fixed(count):
         return count.args[0]
     return None
 
@@ -68,8 +66,8 @@ def is_fixed(expr: Expr) -> bool:
 
 def conditions(where: Expr | None) -> list[Expr]:
     """What has to hold together."""
-    if isinstance(where, Binary) and where.op == "and":
-        return [*conditions(where.left), *conditions(where.right)]
+    if is_call(where, "and"):
+        return [part for side in where.args for part in conditions(side)]
     return [] if where is None else [where]
 
 
@@ -77,27 +75,26 @@ def together(parts: list[Expr]) -> Expr | None:
     """The condition that all of these hold."""
     found: Expr | None = None
     for part in parts:
-        found = part if found is None else Binary(op="and", left=found, right=part)
+        found = part if found is None else call("and", found, part)
     return found
 
 
 def is_another(condition: Expr) -> bool:
     """Whether a condition says that the other slot is not the slot itself."""
-    sides = [condition.left, condition.right] if isinstance(condition, Binary) and condition.op == "!=" else []
-    return sides in ([Other(body=POSITION), POSITION], [POSITION, Other(body=POSITION)])
+    return is_call(condition, "!=") and {*condition.args} == {Other(body=POSITION), POSITION}
 
 
 def same_key(condition: Expr) -> tuple[Expr, float] | None:
     """The key of which a condition says that the other slot's is the slot's own plus a number."""
-    if not (isinstance(condition, Binary) and condition.op == "=="):
+    if not is_call(condition, "=="):
         return None
-    for other, own in ((condition.left, condition.right), (condition.right, condition.left)):
+    for other, own in (condition.args, condition.args[::-1]):
         if isinstance(other, Other) and Axis.OTHER not in axes_of(own):
             key, ahead = fold_expression(other.body), fold_expression(own)
             if key == ahead:
                 return other.body, 0
-            if isinstance(ahead, Binary) and ahead.op == "+" and ahead.left == key and isinstance(ahead.right, Number):
-                return other.body, ahead.right.value
+            if is_call(ahead, "+") and ahead.args[0] == key and isinstance(ahead.args[1], Number):
+                return other.body, ahead.args[1].value
     return None
 
 
@@ -121,23 +118,19 @@ def normal(policy: Policy) -> Policy:
 def _spelled(expr: Expr, *, in_text: bool) -> Expr:
     inside = isinstance(expr, Reduce) and expr.within == "text"
     expr = with_children(expr, lambda part: _spelled(part, in_text=in_text or inside))
-    if _is_call(expr, "neg"):
+    if is_call(expr, "neg"):
         (inner,) = expr.args
-        return inner.args[0] if _is_call(inner, "neg") else expr
-    if _is_call(expr, "not"):
+        return inner.args[0] if is_call(inner, "neg") else expr
+    if is_call(expr, "not"):
         return _negated(expr.args[0]) or expr
     if isinstance(expr, Reduce):
         return _filtered(_after(expr))
     return _query_position(expr, in_text)
 
 
-def _is_call(expr: Expr, function: str) -> TypeGuard[Call]:
-    return isinstance(expr, Call) and expr.function == function
-
-
 def _query_position(expr: Expr, in_text: bool) -> Expr:
     """The query's place, which is the token's and how many came after it; of the text's queries it has nothing to do with a token."""
-    sums = [Binary(op="+", left=left, right=right) for left, right in ((POSITION, AGE), (AGE, POSITION))]
+    sums = [call("+", left, right) for left, right in ((POSITION, AGE), (AGE, POSITION))]
     if expr not in (*sums, QUERY_POSITION):
         return expr
     return QUERY_POSITION if in_text else sums[0]
@@ -146,16 +139,16 @@ def _query_position(expr: Expr, in_text: bool) -> Expr:
 def _negated(condition: Expr) -> Expr | None:
     """The opposite of a condition, which of an order there is not: with a NaN neither holds."""
     opposite = {"==": "!=", "!=": "=="}
-    if _is_call(condition, "not") and _holds_or_not(condition.args[0]):
+    if is_call(condition, "not") and _holds_or_not(condition.args[0]):
         return condition.args[0]
-    if isinstance(condition, Binary) and condition.op in opposite:
-        return Binary(op=opposite[condition.op], left=condition.left, right=condition.right)
+    if is_call(condition, *opposite):
+        return call(opposite[condition.op], *condition.args)
     return None
 
 
 def _holds_or_not(expr: Expr) -> bool:
     """Whether a value is 0 or 1."""
-    return _is_call(expr, "not") or (isinstance(expr, Binary) and expr.op in COMPARISONS | LOGICAL)
+    return is_call(expr, *CONDITIONS)
 
 
 def _after(expr: Reduce) -> Reduce:
@@ -164,16 +157,16 @@ def _after(expr: Reduce) -> Reduce:
         return expr
     parts = conditions(expr.where)
     for part in parts:
-        if isinstance(part, Binary) and part.op == ">=" and part.left == QUERY_POSITION and is_fixed(part.right):
+        if is_call(part, ">=") and part.args[0] == QUERY_POSITION and is_fixed(part.args[1]):
             rest = together([other for other in parts if other is not part])
-            return expr.model_copy(update={"after": part.right, "where": rest})
+            return expr.model_copy(update={"after": part.args[1], "where": rest})
     return expr
 
 
 def _filtered(expr: Reduce) -> Reduce:
     """`sum(where(c, x, 0))` is `sum(x where c)`."""
     body = expr.body
-    if expr.op != "sum" or not (_is_call(body, "where") and body.args[2] == ZERO):
+    if expr.op != "sum" or not (is_call(body, "where") and body.args[2] == ZERO):
         return expr
     where = together([*conditions(expr.where), *conditions(body.args[0])])
     return expr.model_copy(update={"body": body.args[1], "where": where})
@@ -205,23 +198,23 @@ def is_mixed(keeps: Sequence[Keep]) -> bool:
 
 def _alternatives(keep: Keep) -> list[Keep]:
     """`keep where a or b` as two lines."""
-    if keep.scope != "where" or not (isinstance(keep.by, Binary) and keep.by.op == "or"):
+    if keep.scope != "where" or not is_call(keep.by, "or"):
         return [keep]
-    sides = [Keep(scope="where", by=side) for side in (keep.by.left, keep.by.right)]
+    sides = [Keep(scope="where", by=side) for side in keep.by.args]
     return [line for side in sides for line in _alternatives(side)]
 
 
 def _placed(keep: Keep, *, own: bool) -> Keep:
-    by = keep.by
-    if keep.scope != "where" or not isinstance(by, Binary) or not (isinstance(by.left, Rank) and by.left.within == "all"):
+    if keep.scope != "where" or not is_call(keep.by, "<", ">="):
         return keep
-    if by.left.by is not None:
+    rank, bound = keep.by.args
+    if not isinstance(rank, Rank) or rank.within != "all" or rank.by is not None:
         return keep
-    ranked = by.left.body
-    if by.op == "<" and ranked == POSITION and is_fixed(by.right):
-        return Keep(scope="first", count=by.right)
-    count = by.right.right if isinstance(by.right, Binary) and by.right.op == "-" and by.right.left == LIVE else None
-    if by.op == ">=" and count is not None and is_fixed(count) and (own or ranked == POSITION):
+    ranked = rank.body
+    if keep.by.op == "<" and ranked == POSITION and is_fixed(bound):
+        return Keep(scope="first", count=bound)
+    count = bound.args[1] if is_call(bound, "-") and bound.args[0] == LIVE else None
+    if keep.by.op == ">=" and count is not None and is_fixed(count) and (own or ranked == POSITION):
         return Keep(scope="last", count=count) if ranked == POSITION else Keep(scope="top", count=count, by=ranked)
     return keep
 
@@ -246,44 +239,36 @@ def _plain(expr: Expr) -> Expr:
 
 def _compared(expr: Reduce, key: Expr) -> Reduce:
     """A reduction by a key as one of the other slots: those whose key is the slot's."""
-    same = Binary(op="==", left=Other(body=key), right=key)
-    where = same if expr.where is None else Binary(op="and", left=same, right=Other(body=expr.where))
+    same = call("==", Other(body=key), key)
+    where = same if expr.where is None else call("and", same, Other(body=expr.where))
     body = Other(body=expr.body) if axes_of(expr.body) else expr.body
     return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=body, where=where)
 
 
 def _rank_by(body: Expr, key: Expr) -> Expr:
     """How many slots with the same key rank lower: a NaN below every number, of equals the older."""
-    mine, other, older = body, Other(body=body), Binary(op="<", left=Other(body=POSITION), right=POSITION)
-    is_nan, other_is_nan = (Binary(op="!=", left=x, right=x) for x in (mine, other))
-    equal = _either(Binary(op="==", left=other, right=mine), _both(is_nan, other_is_nan))
-    lower = _either(Binary(op="<", left=other, right=mine), _both(other_is_nan, Call(function="not", args=(is_nan,))))
-    before = _either(lower, _both(equal, older))
+    mine, other, older = body, Other(body=body), call("<", Other(body=POSITION), POSITION)
+    is_nan, other_is_nan = (call("!=", x, x) for x in (mine, other))
+    equal = call("or", call("==", other, mine), call("and", is_nan, other_is_nan))
+    lower = call("or", call("<", other, mine), call("and", other_is_nan, call("not", is_nan)))
+    before = call("or", lower, call("and", equal, older))
     return _of_what_holds(
         Reduce(op="sum", axis=Axis.OTHER, within="self", body=ONE),
-        _both(Binary(op="==", left=Other(body=key), right=key), before),
+        call("and", call("==", Other(body=key), key), before),
     )
-
-
-def _both(left: Expr, right: Expr) -> Expr:
-    return Binary(op="and", left=left, right=right)
-
-
-def _either(left: Expr, right: Expr) -> Expr:
-    return Binary(op="or", left=left, right=right)
 
 
 def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
     """A filtered reduction as others of what is filtered."""
     bare = expr.model_copy(update={"where": None})
     if expr.axis not in axes_of(where) | {Axis.QUERY, Axis.HEAD}:
-        return _where(where, bare, Number(value=REDUCTIONS[expr.op].of_nothing))
+        return call("where", where, bare, Number(value=REDUCTIONS[expr.op].of_nothing))
 
     def reduced(op: str, body: Expr, otherwise: Expr, within: Within = expr.within) -> Expr:
-        return bare.model_copy(update={"op": op, "body": _where(where, body, otherwise), "within": within})
+        return bare.model_copy(update={"op": op, "body": call("where", where, body, otherwise), "within": within})
 
     def mean_within(within: Within) -> Expr:
-        return Binary(op="/", left=reduced("sum", expr.body, ZERO, within), right=reduced("sum", ONE, ZERO, within))
+        return call("/", reduced("sum", expr.body, ZERO, within), reduced("sum", ONE, ZERO, within))
 
     if expr.op in ("max", "min"):
         return reduced(expr.op, expr.body, Number(value=REDUCTIONS[expr.op].of_nothing))
@@ -293,15 +278,11 @@ def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
     if expr.op == "mean":
         return mean
     if expr.axis is Axis.QUERY:  # one query at a time, as the columns of `var` are kept
-        square = Binary(op="/", left=reduced("sum", Binary(op="*", left=expr.body, right=expr.body), ZERO), right=count)
-        less = Binary(op="-", left=square, right=Binary(op="**", left=mean, right=Number(value=2)))
-        variance: Expr = Call(function="max", args=(less, ZERO))  # rounding can leave it below zero
+        square = call("/", reduced("sum", call("*", expr.body, expr.body), ZERO), count)
+        less = call("-", square, call("**", mean, Number(value=2)))
+        variance = call("max", less, ZERO)  # rounding can leave it below zero
     else:
         own = mean_within("page") if expr.within == "next" else mean  # as the slots of the page behind have it
-        squared = Binary(op="**", left=Binary(op="-", left=expr.body, right=own), right=Number(value=2))
-        variance = Binary(op="/", left=reduced("sum", squared, ZERO), right=count)
-    return variance if expr.op == "var" else Call(function="sqrt", args=(variance,))
-
-
-def _where(condition: Expr, x: Expr, otherwise: Expr) -> Expr:
-    return Call(function="where", args=(condition, x, otherwise))
+        squared = call("**", call("-", expr.body, own), Number(value=2))
+        variance = call("/", reduced("sum", squared, ZERO), count)
+    return variance if expr.op == "var" else call("sqrt", variance)

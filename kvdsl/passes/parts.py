@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Input, Number, Policy, Reduce
+from kvdsl.ir.nodes import Expr, Input, Number, Policy, Reduce, call
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS, Formula
 from kvdsl.ir.visitors import mapped, rewrite
 
@@ -18,11 +18,9 @@ def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, 
     assert isinstance(formula, tuple)
     name, *rest = formula
     args = tuple(from_formula(part, body, reduced) for part in rest)
-    if name in OPERATORS:
-        return Binary(op=name, left=args[0], right=args[1])
     # `max` of one is the reduction, of two the function.
-    if name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1):
-        return Call(function=name, args=args)
+    if name in OPERATORS or (name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1)):
+        return call(str(name), *args)
     return reduced(str(name), args[0])
 
 

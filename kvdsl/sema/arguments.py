@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import Fix, Help, offer
-from kvdsl.ir.ops import PLAIN_REDUCTIONS, POOLS, REDUCTIONS
+from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, REDUCTIONS
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -53,7 +53,7 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
 
 EXAMPLES = {
     **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS},
-    **{name: f"{name}(mean(attn))" for name in ("abs", "sqrt", "exp", "log", "acos", "floor", "ceil")},
+    **{name: f"{name}(mean(attn))" for name, count in ELEMENTWISE.items() if count == 1},
     "max": "max(mean(attn), 0.1)",
     "min": "min(mean(attn), 0.1)",
     "where": "where(age > 8, mean(attn), 1)",

@@ -243,8 +243,8 @@ def _held(condition: ir.Expr, keeps: list[ir.Keep]) -> ir.Expr:
     for keep in keeps:
         if keep.scope in ("first", "last") and keep.count is not None:
             place = ir.Input(name="position" if keep.scope == "first" else "age")
-            within = ir.Binary(op="<", left=place, right=ir.Call(function="floor", args=(keep.count,)))
-            condition = ir.Binary(op="or", left=condition, right=within)
+            within = ir.call("<", place, ir.call("floor", keep.count))
+            condition = ir.call("or", condition, within)
     return ir.Reduce(op="sum", axis=ir.Axis.SLOT, body=condition)
 
 

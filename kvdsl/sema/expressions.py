@@ -7,40 +7,33 @@ said.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, cast
 
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
-from kvdsl.helps import Help, add, instead, leave_out, offer
-from kvdsl.ir.nodes import Axis, Expr, Input, Reduce
+from kvdsl.helps import Help, add, instead, offer
+from kvdsl.ir.nodes import Axis, Expr
 from kvdsl.ir.ops import (
     ELEMENTWISE,
-    FARTHEST,
     LOGICAL,
-    MOST_STEPS,
     NAMED_FUNCTIONS,
     NAMED_INPUTS,
-    POOLS,
     REDUCTIONS,
     ReductionRow,
 )
-from kvdsl.ir.visitors import children
 from kvdsl.passes.normal import Pages, page_of_key
 from kvdsl.sema import values
-from kvdsl.sema.arguments import example, how_to_call, match_arguments, no_argument, over_without_reduction, takes
-from kvdsl.sema.needs import is_fixed
-from kvdsl.sema.reductions import Over, Reductions, in_fewer_words, vector
+from kvdsl.sema.arguments import example, how_to_call, match_arguments
+from kvdsl.sema.forms import Forms
+from kvdsl.sema.reductions import Over, in_fewer_words, vector
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
-from kvdsl.sema.statics import Bounded, Part
-from kvdsl.sema.values import Value, extent
+from kvdsl.sema.values import Value
 from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
@@ -72,23 +65,21 @@ class _Use:
         return f"`{head}` is `{let.value.span.quoted()}`"
 
 
-class Expressions:
+class Expressions(Forms):
     """Checks expressions, reporting to a sink.
 
     Args:
         lenient: says nothing about unknown names, because something that would define names could not be read.
 
     Attributes:
-        bounded: the numbers inside of expressions that lie in bounds, to be checked when the params are known.
         histories: where `over last N queries` stands, by the N.
         vectors: reductions over queries that would have to be remembered dim by dim; each reports itself.
         pages: how long the policy's pages are and what lies before them, as the first range by a page says. `pages_span`: where.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
+        super().__init__()
         self.sink, self.lenient = sink, lenient
-        self.reductions = Reductions(self._report)
-        self.bounded: list[Bounded] = []
         self.histories: dict[Expr, Span] = {}
         self.vectors: dict[Expr, Callable[[], None]] = {}
         self.pages: Pages | None = None
@@ -295,7 +286,7 @@ class Expressions:
         if op in ("/", "%") and right.constant == 0:
             self._report(codes.NO_VALUE, node.span, f"`{node.span.quoted()}` divides by zero")
             return None
-        return self._finite(values.binary(op, left, right), (left, right), node.span)
+        return self._finite(values.call(op, left, right), (left, right), node.span)
 
     def condition(self, value: Value, span: Span, what: str) -> bool:
         """Whether a value is a condition, as `what` needs; reports if not."""
@@ -343,8 +334,6 @@ class Expressions:
             return self._extreme(node, name, scope)
         if name in REDUCTIONS:
             return self._reduction(node, REDUCTIONS[name], scope)
-        if name in POOLS:
-            return self._pool(node, cast(Literal["max", "mean"], POOLS[name].op), scope)
         if name in NAMED_FUNCTIONS:
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
@@ -378,24 +367,8 @@ class Expressions:
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
-        if name in ("count", "random"):
-            return self._without_arguments(node)
-        if name == "dot":
-            return self._dot(node, scope)
-        if name == "other":
-            return self._other(node, scope)
-        if name == "rank":
-            return self._rank(node, scope)
-        if name in ("turn", "ahead", "pairs"):
-            return self._rotate(node, cast(Literal["turn", "ahead", "pairs"], name), scope)
-        if name == "leverage":
-            return self._leverage(node, scope)
-        if name == "project":
-            return self._project(node, scope)
-        if name == "enough":
-            return self._enough(node, scope)
-        if name == "fold":
-            return self._fold(node, scope)
+        if name in self.FORMS:
+            return self.FORMS[name](self, node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -403,17 +376,6 @@ class Expressions:
         if name == "where" and not self.condition(known[0], node.arguments[0].value.span, "`where`"):
             return None
         return self._finite(values.call(name, *known), known, node.span)
-
-    def _without_arguments(self, node: syn.Call) -> Value | None:
-        name = node.function.text
-        if not node.arguments:
-            return values.read_input("observed") if name == "count" else values.random()
-        help = None
-        if name == "count":
-            text = node.arguments[0].value.span.quoted()
-            help = offer(f"to count the queries for which something holds, sum it: `sum({text})`")
-        self._report(codes.ARGUMENTS, node.span, f"`{name}()` takes no arguments", help)
-        return None
 
     def _extreme(self, node: syn.Call, name: str, scope: Scope) -> Value | None:
         """`max(a, b, ...)`: the largest of several values, two at a time."""
@@ -424,29 +386,6 @@ class Expressions:
         for arg in rest:
             first = values.call(name, first, arg)
         return first
-
-    def _arguments(self, node: syn.Call, count: int, scope: Scope) -> list[Value | None] | None:
-        """The values of a built-in function's arguments; None after a report if there are not `count` of them."""
-        name, found = node.function.text, len(node.arguments)
-        if not self._plain(name, node.arguments):
-            return None
-        if found != count:
-            fewer = ", ".join(argument.value.span.quoted() for argument in node.arguments[:count])
-            help = offer(f"write `{name}({fewer})`") if found > count else example(name)
-            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found), help)
-            return None
-        return [self.check(argument.value, scope) for argument in node.arguments]
-
-    def _plain(self, name: str, arguments: Iterable[syn.Argument]) -> bool:
-        """Whether arguments have neither names nor an `over`; reports if not."""
-        for argument in arguments:
-            if argument.keyword is not None:
-                no_argument(name, argument.keyword, (), self._report)
-                return False
-            if argument.ranges is not None:
-                over_without_reduction(name, argument.ranges, self._report)
-                return False
-        return True
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -528,187 +467,6 @@ class Expressions:
             return None
         self.histories.setdefault(last.expr, self._place(over.span))
         return Over(last=last)
-
-    def _dot(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`dot(a, b)`, over dims; `dot(a, b over sketch)`."""
-        for argument in node.arguments[:-1]:
-            if argument.ranges is not None:
-                help = offer("for example `dot(q, k over sketch)`", at=node.span)
-                self._report(codes.ARGUMENTS, argument.ranges, "`over` follows the last argument of `dot`", help)
-                return None
-        over = node.arguments[-1].over if node.arguments else None
-        plain = (
-            *node.arguments[:-1],
-            *(replace(argument, over=None, only=None, ranges=None) for argument in node.arguments[-1:]),
-        )
-        args = self._arguments(replace(node, arguments=plain), 2, scope)
-        ranges = self._range(node.arguments[-1], scope, Over(Axis.DIM))[0] if node.arguments else Over(Axis.DIM)
-        if args is None or ranges is None or any(arg is None for arg in args):
-            return None
-        if over is not None and ranges.axis is not Axis.DIM:
-            self._report(
-                codes.ARGUMENTS,
-                over.span,
-                "`dot` sums over dims, or over the sketch's",
-                leave_out("leave it out", over.span),
-            )
-            return None
-        left, right = (arg for arg in args if arg is not None)
-        return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
-
-    def _project(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`project(x, basis)`: of a key or query, or of what is made of these dim by dim."""
-        if not self._plain("project", node.arguments):
-            return None
-        if len(node.arguments) != 2:
-            self._report(
-                codes.ARGUMENTS,
-                node.span,
-                takes("project", "2", len(node.arguments)),
-                "its form is `project(k, basis)`, of a tensor",
-            )
-            return None
-        (vector, matrix) = (argument.value for argument in node.arguments)
-        body, definition = self.check(vector, scope), scope.find(matrix.name) if isinstance(matrix, syn.Name) else None
-        if not isinstance(definition, TensorName) or "rank" not in definition.tensor.axes:
-            message = f"`project` takes a tensor with the axes `dims` and `rank`, which `{matrix.span.quoted()}` is not"
-            help = 'for example `tensor basis [layers, heads, dims, rank] from "basis.safetensors"`'
-            self._report(codes.PROJECT, matrix.span, message, help)
-            return None
-        definition.used = True
-        if body is None:
-            return None
-        if self.reductions.is_of_other(node, body):
-            return None
-        if body.spaces != {""} or _of_values(body.expr):
-            message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is none"
-            self._report(
-                codes.PROJECT,
-                vector.span,
-                message,
-                offer(f"for example `project(k, {definition.tensor.name})`", at=node.span),
-            )
-            return None
-        return values.project(body, definition.tensor)
-
-    def _rotate(self, node: syn.Call, op: Literal["turn", "ahead", "pairs"], scope: Scope) -> Value | None:
-        """`turn(x, n)`, `ahead(x, n)`, `ahead(x, n, factor)` and `pairs(x)`, of a key or query, or what is made of these."""
-        counts = {"turn": (2,), "ahead": (2, 3), "pairs": (1,)}[op]
-        if not self._plain(op, node.arguments):
-            return None
-        if len(node.arguments) not in counts:
-            self._report(
-                codes.ARGUMENTS,
-                node.span,
-                takes(op, " or ".join(map(str, counts)), len(node.arguments)),
-                example(op),
-            )
-            return None
-        vector, *rest = (argument.value for argument in node.arguments)
-        body = self.check(vector, scope)
-        if op == "turn":
-            numbers = [self.check(part, scope) for part in rest]
-        else:
-            bounds = (
-                ("how far `ahead` looks", 1, FARTHEST if len(rest) < 2 else MOST_STEPS),
-                ("the factor of `ahead`", 1, 16),
-            )
-            numbers = [self._fixed(part, scope, *bound) for part, bound in zip(rest, bounds, strict=False)]
-        if body is None or any(one is None for one in numbers):
-            return None
-        if any(self.reductions.is_of_other(node, one) for one in (body, *numbers) if one is not None):
-            return None
-        if body.spaces != {""} or _of_values(body.expr):
-            message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
-            self._report(codes.ROTATE, vector.span, message, instead(f"for example `{op}(k{', ...' if rest else ''})`", "k"))
-            return None
-        if op == "turn" and numbers[0] is not None and Axis.DIM in numbers[0].axes:
-            message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
-            self._report(codes.ROTATE, rest[0].span, message)
-            return None
-        return values.rotate(op, body, *numbers)
-
-    def _leverage(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`leverage(x, ridge)`."""
-        if len(node.arguments) != 2:
-            self._report(codes.ARGUMENTS, node.span, takes("leverage", "2", len(node.arguments)), example("leverage"))
-            return None
-        if not self._plain("leverage", node.arguments):
-            return None
-        body = self.check(node.arguments[0].value, scope)
-        ridge = self._fixed(node.arguments[1].value, scope, "the ridge of `leverage`")
-        return None if body is None or ridge is None else self.reductions.leverage(node, body, ridge)
-
-    def _other(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`other(x)`."""
-        body = next(iter(self._arguments(node, 1, scope) or [None]))
-        return None if body is None else self.reductions.other(node.arguments[0].value.span, body, "other({})", node.span)
-
-    def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`rank(x)`, `rank(x over page)`."""
-        if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
-            self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", example("rank"))
-            return None
-        over, inner = self._range(node.arguments[0], scope, Over(Axis.SLOT))
-        body = self.check(node.arguments[0].value, inner)
-        if over is not None and body is not None:
-            over, body = self._with_pages(node, over, body)
-        return None if over is None or body is None else self.reductions.rank(node, over, body)
-
-    def _enough(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`enough(x, p)`, and in another order `enough(x, p, y)`."""
-        if len(node.arguments) not in (2, 3):
-            message = "`enough` takes a value, a share, and perhaps an order"
-            self._report(codes.ARGUMENTS, node.span, message, example("enough"))
-            return None
-        if not self._plain("enough", node.arguments):
-            return None
-        body = self.check(node.arguments[0].value, scope)
-        share = self._fixed(node.arguments[1].value, scope, "the share of `enough`", 0, 1)
-        by = self.check(node.arguments[2].value, scope) if len(node.arguments) == 3 else body
-        return None if body is None or share is None or by is None else self.reductions.enough(node, body, share, by)
-
-    def _fold(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`fold(x, start)`, `fold(x over prunes, start)`."""
-        if len(node.arguments) != 2 or node.arguments[0].keyword is not None:
-            message = "`fold` takes what `prev` becomes, and what it is at first"
-            self._report(codes.ARGUMENTS, node.span, message, example("fold"))
-            return None
-        if not self._plain("fold", node.arguments[1:]):
-            return None
-        over = node.arguments[0].over
-        body = self.check(node.arguments[0].value, Scope({"prev": Bound(values.previous())}, scope))
-        start = self.check(node.arguments[1].value, scope)
-        return None if body is None or start is None else self.reductions.fold(node, over, body, start)
-
-    def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
-        """`max_pool(x, n)`, `mean_pool(x, n)`."""
-        name = node.function.text
-        constant = [isinstance(argument.value, syn.Constant) for argument in node.arguments]
-        swapped = constant == [True, False]
-        if len(node.arguments) != 2 or swapped or node.arguments[1].keyword is not None:
-            message = f"`{name}` takes a value and a width"
-            self._report(codes.ARGUMENTS, node.span, message, how_to_call(node))
-            return None
-        if not self._plain(name, node.arguments):
-            return None
-        body = self.check(node.arguments[0].value, scope)
-        size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
-        return None if body is None or size is None else self.reductions.pool(node, op, body, size)
-
-    def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
-        """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""
-        value = self.check(node, scope)
-        if value is None or not is_fixed(value, node.span, what, self._report):
-            return None
-        self.bounded.append(Bounded(what, Part(value.expr, self._place(node.span)), low, high))
-        return value
-
-
-def _of_values(expr: Expr) -> bool:
-    """Whether it varies over the dims of a value."""
-    inside = isinstance(expr, Reduce) and expr.axis is Axis.DIM
-    return expr == Input(name="v") or (not inside and any(map(_of_values, children(expr))))
 
 
 def _is_function(definition: Definition | None) -> bool:

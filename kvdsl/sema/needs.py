@@ -9,8 +9,8 @@ from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.helps import offer
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Pool, Random, Rank, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, INPUTS
+from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Rank, Reduce, TensorRef, is_call
+from kvdsl.ir.ops import FIXED, INPUTS, POOLS
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, of_query_heads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -37,7 +37,7 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
         report(codes.COUNT_AXES, span, message, help)
         return False
     for part in walk(value.expr):
-        if isinstance(part, (Reduce, Enough, Random, GivenRef)):
+        if part.kind in ("reduce", "given") or is_call(part, "enough", "random"):
             message = f"{what} cannot depend on what is cached, as `{text}` does"
             report(codes.NOT_HERE, span, message, help)
             return False
@@ -55,7 +55,7 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
 def reads_data(expr: Expr) -> bool:
     """Whether a number depends on what is cached, or on how much of the text was read."""
     return any(
-        isinstance(part, (Reduce, Enough, Random)) or (isinstance(part, Input) and part.name not in FIXED)
+        part.kind == "reduce" or is_call(part, "enough", "random") or (isinstance(part, Input) and part.name not in FIXED)
         for part in walk(expr)
     )
 
@@ -74,7 +74,7 @@ def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
 def of_counts(expr: Expr) -> str | None:
     """What an expression reads that only a budget or a selection's count may; None if nothing."""
     for part in walk(expr):
-        if isinstance(part, Enough):
+        if is_call(part, "enough"):
             return "enough(...)"
         if part == Input(name="seen"):
             return "seen"
@@ -87,7 +87,8 @@ def differs_by_head(expr: Expr) -> bool:
         return False
     if isinstance(expr, Input):
         return bool(INPUTS[expr.name].axes) or expr.name == "live"
-    return isinstance(expr, (TensorRef, GivenRef, Random, Fold)) or any(map(differs_by_head, children(expr)))
+    own = expr.kind in ("tensor", "given", "fold") or is_call(expr, "random")
+    return own or any(map(differs_by_head, children(expr)))
 
 
 def reads_heads(expr: Expr) -> bool:
@@ -116,7 +117,7 @@ def asks_query_heads(expr: Expr) -> bool:
 
 def of_query_heads_unpooled(expr: Expr) -> bool:
     """Whether a score has a part that is found for each query head to its end: what pools is reduced over the group before."""
-    if isinstance(expr, Pool) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
+    if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
         return False
     if isinstance(expr, Fold) and expr.over == "queries":
         return False
@@ -213,8 +214,8 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     if looks_back(value, span, what, sink):
         return False
     for part in walk(value.expr):
-        if isinstance(part, Random) or (isinstance(part, (Rank, Reduce)) and part.within in ("page", "next")):
-            name = "over page" if isinstance(part, (Rank, Reduce)) else "random()"
+        if is_call(part, "random") or (isinstance(part, (Rank, Reduce)) and part.within in ("page", "next")):
+            name = "random()" if is_call(part, "random") else "over page"
             sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
             return False
     if Axis.DIM in value.axes and Axis.SLOT not in value.axes:

@@ -83,7 +83,7 @@ class Params:
     def _rate(self, number: float, span: Span, is_written: bool) -> Value | None:
         """A budget as a rate of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
         if 0 < number < 1 or (is_written and number == 1 and is_rate(number)):
-            rate = values.binary("*", values.number(number), values.read_input("prompt"))
+            rate = values.call("*", values.number(number), values.read_input("prompt"))
             return values.call("max", values.number(1), values.call("floor", rate))
         if is_written and number > 1 and number != int(number):
             message = f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a rate up to 1.0"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import instead, leave_out, offer, operand
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce, Within
-from kvdsl.ir.ops import FIXED, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Number, Rank, Reduce, Within, is_call
+from kvdsl.ir.ops import POOLS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
 from kvdsl.sema import values
 from kvdsl.sema.needs import (
@@ -123,11 +122,11 @@ class Reductions:
         """The reduction that a call stands for; `decay` is that of `ema`."""
         reduced = body if over.where is None else values.call("where", over.where, body, values.number(0))
         fits = self._fits_operator(node, op, over, reduced) and self._fits_body(node, op, over, reduced)
-        if not fits or not self._fits_key(node, over, reduced):
+        if not fits or not self.fits_key(node, over, reduced):
             return None
         return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after, over.where, over.by)
 
-    def _fits_key(self, node: syn.Call, over: Over, body: Value) -> bool:
+    def fits_key(self, node: syn.Call, over: Over, body: Value) -> bool:
         """Whether slots can be told apart by a key, and what they have be reduced by it: whatever the query."""
         if over.by is None:
             return True
@@ -142,7 +141,7 @@ class Reductions:
                 codes.KEY, node.span, message, offer("a key is `page(16)`", more, at=None if key is None else key.span)
             )
         elif over.by.pools:
-            self._pooled(node, "a key")
+            self.pooled(node, "a key")
         elif Axis.QUERY in body.axes:
             message = f"`by` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
             self.report(codes.KEY, span, message, offer(f"reduce it over queries: `sum({span.quoted()})`, say"))
@@ -201,7 +200,7 @@ class Reductions:
         elif over.axis is Axis.DIM and body.spaces != {""} and (len(body.spaces) > 1 or over.within == "sketch"):
             self.mixed(span, body)
         elif body.pools and over.range not in ("slots", "heads"):
-            self._pooled(node, f"a reduction, as `{op}(...)` is one")
+            self.pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.axis is Axis.QUERY and (compares := compares_slots(body.expr)) is not None:
             message = f"slots are compared in a settle, not for every query, so `{compares}` cannot stand in a reduction over queries"
             self.report(codes.OTHERS, span, message, "leave it outside of the reduction")
@@ -211,8 +210,8 @@ class Reductions:
             )
             self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
         elif over.within in ("page", "next") and Axis.QUERY in body.axes:
-            self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)", node.span)
-        elif over.within in ("page", "next") and any(isinstance(part, Random) for part in walk(body.expr)):
+            self.page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)", node.span)
+        elif over.within in ("page", "next") and any(is_call(part, "random") for part in walk(body.expr)):
             message = "`random()` has no value where pages are read"
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         else:
@@ -230,7 +229,7 @@ class Reductions:
             help = offer(f"`other({text})`", " is what the other one has") if Axis.SLOT in body.axes else _unreduced(node)
             self.report(codes.OTHERS, span, message, help)
         elif body.pools:
-            self._pooled(node, f"a reduction, as `{op}(...)` is one")
+            self.pooled(node, f"a reduction, as `{op}(...)` is one")
         elif of_query_heads_at_once(body.expr) or reads_text(body.expr):
             message = "slots are compared for a KV head, so `over others` cannot read what each query head has of its own"
             self.report(codes.OTHERS, span, message)
@@ -274,144 +273,10 @@ class Reductions:
         )
         return True
 
-    def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
-        """`rank(x)`, `rank(x over page)` or `rank(x over heads)`."""
-        text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span
-        if over.axis not in (Axis.SLOT, Axis.HEAD) or over.within == "next":
-            self.report(
-                codes.ARGUMENTS,
-                node.span,
-                "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
-                offer(f"write `rank({text})`"),
-            )
-        elif self.is_of_other(node, body):
-            pass
-        elif Axis.SLOT not in body.axes or Axis.DIM in body.axes:
-            new = f"rank(sum({text} over dims))"
-            help = offer(f"reduce it over dims: `{new}`", at=node.span) if {Axis.SLOT, Axis.DIM} <= body.axes else None
-            self.report(codes.RANK, span, f"`rank` orders slots by one number each, but `{text}` {extent(body.axes)}", help)
-        elif over.within == "page" and Axis.QUERY in body.axes:
-            self._page_of_query(span, body, f"rank(sum({text}) over page)", node.span)
-        elif over.where is not None:
-            only, ranges = node.arguments[0].only, node.arguments[0].over
-            chosen = f"where({'' if only is None else only.span.quoted()}, {text}, -1e30)"
-            help = offer(f"write `rank({chosen}{'' if ranges is None else f' {ranges.span.quoted()}'})`", ", say")
-            self.report(codes.ARGUMENTS, node.span, "`rank` takes no `where`", help)
-        elif self._fits_key(node, over, body):
-            within: Literal["all", "page", "heads"] = (
-                "heads" if over.axis is Axis.HEAD else "page" if over.within == "page" else "all"
-            )
-            return values.rank(body, within, over.by)
-        return None
-
-    def leverage(self, node: syn.Call, body: Value, ridge: Value) -> Value | None:
-        """`leverage(x, ridge)`."""
-        span = node.arguments[0].value.span
-        if self.is_of_other(node, body):
-            return None
-        if body.pools:
-            self._pooled(node, "`leverage(...)`")
-        elif body.axes != {Axis.SLOT, Axis.DIM}:
-            message = f"`leverage` takes a vector of each slot, but `{span.quoted()}` {extent(body.axes)}"
-            self.report(codes.REDUCTION, span, message, instead("for example `leverage(k, 0.01)`", "k"))
-        else:
-            return values.leverage(body, ridge)
-        return None
-
-    def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
-        """`max_pool(x, n)` or `mean_pool(x, n)`."""
-        span = node.arguments[0].value.span
-        if self.is_of_other(node, body):
-            return None
-        if body.pools:
-            self._pooled(node, "another one")
-        elif body.axes != {Axis.SLOT}:
-            message = f"`{op}_pool` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
-            whole = next((one for one in self.around[-1:] if one.arguments[0].span == node.span), None)
-            by, at = ("sum", node.span) if whole is None else (whole.function.text, whole.span)
-            pool = f"{op}_pool({by}({span.quoted()}), {node.arguments[1].value.span.quoted()})"
-            help = offer(f"reduce it over queries: `{pool}`", at=at)
-            self.report(codes.POOL, span, message, help if Axis.QUERY in body.axes else None)
-        else:
-            return values.pool(op, body, size)
-        return None
-
-    def _page_of_query(self, span: Span, body: Value, instead: str, whole: Span) -> None:
+    def page_of_query(self, span: Span, body: Value, instead: str, whole: Span) -> None:
         message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
         help: str | None = f"`{instead}`, say" if Axis.DIM not in body.axes else None
         self.report(codes.PAGE, span, message, help if help is None or self.around else offer(help, at=whole))
-
-    def enough(self, node: syn.Call, body: Value, share: Value, by: Value) -> Value | None:
-        """`enough(x, p)`, or `enough(x, p, y)`."""
-        for value, argument in ((body, node.arguments[0]), (by, node.arguments[-1])):
-            span = argument.value.span
-            if self.is_of_other(node, value):
-                return None
-            if value.pools:
-                self._pooled(node, "`enough(...)`")
-                return None
-            if Axis.SLOT not in value.axes or Axis.DIM in value.axes:
-                message = f"`enough` counts slots by a number of each, but `{span.quoted()}` {extent(value.axes)}"
-                help = offer(f"reduce it over dims: `sum({span.quoted()} over dims)`") if Axis.DIM in value.axes else None
-                self.report(codes.REDUCTION, span, message, help)
-                return None
-        return values.enough(body, share, by)
-
-    def fold(self, node: syn.Call, over: syn.Over | None, body: Value, start: Value) -> Value | None:
-        """`fold(x, start)` or `fold(x over prunes, start)`."""
-        span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
-        word = "queries" if over is None else over.axis.text
-        allowed = {Axis.SLOT} if word == "prunes" else {Axis.QUERY, Axis.SLOT}
-        if word not in ("queries", "prunes") or (over is not None and (over.last is not None or over.after is not None)):
-            assert over is not None
-            start_text = node.arguments[1].value.span.quoted()
-            of_prunes = "" if Axis.QUERY in body.axes else " over prunes"
-            help = offer(f"write `fold({text}{of_prunes}, {start_text})`", at=node.span)
-            self.report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)
-        elif not _reads_previous(body.expr):
-            newest: str = f"`last({text})` is the newest one"
-            newest = newest if body.observes else instead(newest, f"last({text})", node.span)
-            mend = newest if Axis.QUERY in body.axes else instead("leave the fold out", operand(text), node.span)
-            self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", mend)
-        elif self.is_of_other(node, body):
-            pass
-        elif not body.axes <= allowed:
-            by = "prune" if word == "prunes" else "query"
-            reduced = (
-                offer(f"reduce it over dims: `sum({text} over dims)`")
-                if Axis.DIM in body.axes
-                else "reduce its part over queries"
-            )
-            self.report(
-                codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", reduced
-            )
-        elif word == "prunes" and of_query_heads_at_once(body.expr):
-            message = "a fold over prunes is the KV head's, and cannot read a tensor that each query head has of its own"
-            self.report(codes.NOT_HERE, span, message)
-        elif reads_text(body.expr) or (word == "queries" and any(map(_of_many_queries, walk(body.expr)))):
-            message = (
-                "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"
-            )
-            self.report(codes.NESTED, span, message)
-        elif any(_over_queries(part) and _reads_previous(part) for part in walk(body.expr)):
-            message = "`prev` of a fold over prunes is none of a query's, and cannot stand in a reduction over queries"
-            self.report(codes.NESTED, span, message, "read `prev` outside of the reduction")
-        elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
-            self.report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
-        elif word == "queries" and (compares := compares_slots(body.expr)) is not None:
-            message = f"slots are compared in a settle, so `{compares}` cannot stand in a fold that goes on query by query"
-            self.report(codes.OTHERS, span, message, "read it outside of the fold, or in one over prunes")
-        elif body.pools:
-            self._pooled(node, "a fold")
-        elif reads_heads(body.expr):
-            self.report(codes.ACROSS, span, "a fold is remembered of each KV head's slots, and cannot read `over heads`")
-        elif not _is_start(start):
-            where = node.arguments[1].value.span
-            message = f"a fold begins with what is known of a token when it comes, but `{where.quoted()}` is not"
-            self.report(codes.NOT_HERE, where, message, "a number, `position`, or what its key and value say")
-        else:
-            return values.fold_of(body, start, "prunes" if word == "prunes" else "queries")
-        return None
 
     def mixed(self, span: Span, body: Value) -> None:
         """Reports dims of several kinds at one place, or projected ones where a key's are asked for."""
@@ -422,7 +287,7 @@ class Reductions:
         both = f"dot(project(q, {matrix}), project(k, {matrix}))"
         self.report(codes.PROJECT, span, message, f"for example `{both}`")
 
-    def _pooled(self, node: syn.Call, where: str) -> None:
+    def pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")
 
     def _nested(self, node: syn.Call, op: str) -> None:
@@ -492,12 +357,8 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
     return next((found for found in map(_inner_reduction, parts) if found is not None), None)
 
 
-def _reads_previous(expr: Expr) -> bool:
-    """Whether the body of a fold reads what it came to before; another fold inside of it reads its own."""
-    return isinstance(expr, Previous) or (not isinstance(expr, Fold) and any(map(_reads_previous, children(expr))))
-
-
-def _over_queries(part: Expr) -> bool:
+def over_queries(part: Expr) -> bool:
+    """Whether a node reduces over queries."""
     return isinstance(part, Reduce) and part.axis is Axis.QUERY
 
 
@@ -506,30 +367,19 @@ def _of_query_heads(expr: Expr) -> bool:
     return of_query_heads_at_once(expr) or reads_text(expr)
 
 
-def _of_many_queries(part: Expr) -> bool:
-    return _over_queries(part) or part == Input(name="observed")
-
-
-def _is_start(start: Value) -> bool:
-    """Whether a value is the token's own, and stays what it is."""
-    known = {*FIXED, "position", "k", "v"}
-    return start.axes <= {Axis.SLOT} and all(
-        (not isinstance(part, Reduce) or (part.axis is Axis.DIM and part.within == "all"))
-        and not isinstance(part, (Fold, Random, Rank, Enough, Pool))
-        and (not isinstance(part, Input) or part.name in known)
-        for part in walk(start.expr)
-    )
-
-
 def _not_of_text(body: Value) -> str | None:
     """What a reduction over the text cannot read of its body; None if all is well."""
     for part in walk(body.expr):
         if isinstance(part, Input) and part.name in ("attn", "logit", "seen", "observed"):
             return "count()" if part.name == "observed" else part.name
-        if isinstance(part, Random):
+        if is_call(part, "random"):
             return "random()"
-        if isinstance(part, (Fold, Leverage, Rank, Pool)) or (isinstance(part, Reduce) and part.within in ("page", "next")):
-            return part.kind if not isinstance(part, Reduce) else "over page"
+        if is_call(part, "leverage", *POOLS):
+            return part.op
+        if isinstance(part, (Fold, Rank)):
+            return part.kind
+        if isinstance(part, Reduce) and part.within in ("page", "next"):
+            return "over page"
     return None
 
 

@@ -481,7 +481,7 @@ def _is_mean_over_heads(value: Value) -> bool:
 def _bounded(measured: Value) -> tuple[Value, ir.Expr] | None:
     """Of `min(x, n)`, where x reads the data and n does not, both."""
     expr = measured.expr
-    if not (isinstance(expr, ir.Call) and expr.function == "min"):
+    if not ir.is_call(expr, "min"):
         return None
     for value, most in (expr.args, expr.args[::-1]):
         if reads_data(value) and not reads_data(most):

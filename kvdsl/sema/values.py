@@ -5,32 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvdsl.ir import nodes as ir
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
-    Binary,
-    Call,
-    Enough,
     Expr,
     Fold,
     GivenRef,
     Input,
-    Leverage,
     Number,
     Other,
     ParamRef,
-    Pool,
-    Previous,
-    Project,
-    Random,
     Rank,
     Reduce,
-    Rotate,
     Tensor,
     TensorRef,
     Within,
 )
-from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
+from kvdsl.ir.ops import CONDITIONS, INPUTS, OPERATIONS
 from kvdsl.passes import fold
 
 NO_AXES: frozenset[Axis] = frozenset()
@@ -91,23 +83,13 @@ def read_given(name: str) -> Value:
     return Value(GivenRef(name=name), frozenset({Axis.SLOT}))
 
 
-def random() -> Value:
-    """A random number per slot."""
-    return Value(Random(), frozenset({Axis.SLOT}))
-
-
-def call(function: str, *args: Value) -> Value:
-    """An elementwise function."""
-    expr = Call(function=function, args=tuple(arg.expr for arg in args))
-    condition = function == "not" or (function == "where" and all(arg.condition for arg in args))
-    return _combined(expr, args, condition, fold.apply(function, *(arg.constant for arg in args)))
-
-
-def binary(op: str, left: Value, right: Value) -> Value:
-    """An operator."""
-    expr = Binary(op=op, left=left.expr, right=right.expr)
-    constant = fold.apply(op, left.constant, right.constant)
-    return _combined(expr, (left, right), op in COMPARISONS | LOGICAL, constant)
+def call(op: str, *args: Value) -> Value:
+    """An operation."""
+    expr = ir.call(op, *(arg.expr for arg in args))
+    condition = op in CONDITIONS or (op == "where" and all(arg.condition for arg in args))
+    made = _combined(expr, args, condition, fold.apply(op, *(arg.constant for arg in args)))
+    axes = OPERATIONS[op](made.axes)
+    return made if axes == made.axes else replace(made, axes=axes)
 
 
 def reduce(
@@ -144,23 +126,8 @@ def other(body: Value) -> Value:
 
 def project(body: Value, matrix: Tensor) -> Value:
     """A vector in other dims."""
-    expr = Project(body=body.expr, matrix=TensorRef(name=matrix.name, dims=True, group="group" in matrix.axes))
+    expr = ir.call("project", body.expr, TensorRef(name=matrix.name, dims=True, group="group" in matrix.axes))
     return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
-
-
-def rotate(
-    op: Literal["turn", "ahead", "pairs"], body: Value, by: Value | None = None, factor: Value | None = None
-) -> Value:
-    """A vector, rotated as the model rotates."""
-    args = tuple(value for value in (body, by, factor) if value is not None)
-    by_expr, factor_expr = (None if value is None else value.expr for value in (by, factor))
-    return _combined(Rotate(op=op, body=body.expr, by=by_expr, factor=factor_expr), args, condition=False, constant=None)
-
-
-def leverage(body: Value, ridge: Value) -> Value:
-    """How little of a slot's vector the others span."""
-    made = _combined(Leverage(body=body.expr, ridge=ridge.expr), (body, ridge), condition=False, constant=None)
-    return replace(made, axes=frozenset({Axis.SLOT}), spaces=NO_SPACES)
 
 
 def rank(body: Value, within: Literal["all", "page", "heads"], by: Value | None = None) -> Value:
@@ -169,27 +136,10 @@ def rank(body: Value, within: Literal["all", "page", "heads"], by: Value | None 
     return _combined(expr, (body,) if by is None else (body, by), condition=False, constant=None)
 
 
-def enough(body: Value, share: Value, by: Value) -> Value:
-    """How many slots it takes until their values come to a share of all."""
-    made = _combined(Enough(body=body.expr, share=share.expr, by=by.expr), (body, share, by), condition=False, constant=None)
-    return replace(made, axes=made.axes - {Axis.SLOT})
-
-
-def previous() -> Value:
-    """What a fold came to before."""
-    return Value(Previous(), frozenset({Axis.SLOT}))
-
-
 def fold_of(body: Value, start: Value, over: Literal["queries", "prunes"]) -> Value:
     """A recurrence."""
     made = _combined(Fold(body=body.expr, start=start.expr, over=over), (body, start), condition=False, constant=None)
     return replace(made, axes=frozenset({Axis.SLOT}), observes=True)
-
-
-def pool(op: Literal["max", "mean"], body: Value, size: Value) -> Value:
-    """A pool along the slots."""
-    combined = _combined(Pool(op=op, body=body.expr, size=size.expr), (body, size), condition=False, constant=None)
-    return replace(combined, axes=frozenset({Axis.SLOT}), pools=True)
 
 
 def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: float | None) -> Value:
@@ -198,7 +148,7 @@ def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: fl
         axes=NO_AXES.union(*(arg.axes for arg in args)),
         condition=condition,
         parts=1 + sum(arg.parts for arg in args),
-        depth=1 + max(arg.depth for arg in args),
+        depth=1 + max((arg.depth for arg in args), default=0),
         observes=any(arg.observes for arg in args),
         pools=any(arg.pools for arg in args),
         spaces=NO_SPACES.union(*(arg.spaces for arg in args)),

@@ -157,8 +157,8 @@ FAULTS = [
     _fault(
         "passes",
         "kvdsl/passes/normal.py",
-        'older = body, Other(body=body), Binary(op="<", left=Other(body=POSITION), right=POSITION)',
-        'older = body, Other(body=body), Binary(op=">", left=Other(body=POSITION), right=POSITION)',
+        'older = body, Other(body=body), call("<", Other(body=POSITION), POSITION)',
+        'older = body, Other(body=body), call(">", Other(body=POSITION), POSITION)',
         "tests/interp/test_ranges.py",
         "tests/differential/test_operations.py",
     ),
@@ -239,8 +239,8 @@ FAULTS = [
     _fault(
         "lowering",
         "kvdsl/lower/cpp_expressions.py",
-        'return fragment("kvdsl::rounded({})", made) if product else made',
-        "return made",
+        'return fragment("kvdsl::rounded({})", self.binary(expr))',
+        "return self.binary(expr)",
         "tests/lower/test_expressions.py",
         "tests/lower/test_statements.py",
         "tests/differential/test_statements.py",

@@ -51,7 +51,7 @@ def _ranges(row: ops.ReductionRow) -> str:
 
 def _functions() -> str:
     """Functions that mean the same stand in one line."""
-    docs = {**ops.FORMS, **ops.POOLS, **{name: ops.FUNCTIONS[name] for name in ops.ELEMENTWISE}}
+    docs = {**ops.FORMS, **{name: ops.FUNCTIONS[name] for name in ops.ELEMENTWISE}}
     names = [name for name in docs if name not in editions.FUNCTIONS]
     lines = _together((docs[name].doc, f"`{written(name, extreme=name in ops.REDUCTIONS)}`") for name in names)
     return table(("", "meaning"), [*((" ".join(texts), doc) for doc, texts in lines), *OPERATORS.items()])

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvdsl.interp.evaluate import at_least_one, evaluate_number
 from kvdsl.interp.settle import overflow
-from kvdsl.ir.nodes import ColumnRef, Enough, Expr, Number, Reduce
+from kvdsl.ir.nodes import ColumnRef, Expr, Number, is_call
 from kvdsl.ir.visitors import rewrite
 
 from .precision import Scope, bounds
@@ -55,7 +55,7 @@ def value(expr: Expr, heads: Sequence[Scope], own: Scope) -> Range:
     names: dict[str, Expr] = {}
 
     def rule(part: Expr) -> Expr | None:
-        if not isinstance(part, (Reduce, Enough)):
+        if part.kind != "reduce" and not is_call(part, "enough"):
             return None
         each = [bounds(part, head) for head in heads]
         if all(one.sharp.all() for one in each):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,27 +15,7 @@ from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import ascending, at_least_one, differs_by_query_head, evaluate_number, page_of
 from kvdsl.interp.rotation import Rope
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    Enough,
-    Expr,
-    FoldRef,
-    GivenRef,
-    Input,
-    Leverage,
-    Number,
-    Other,
-    ParamRef,
-    Pool,
-    Project,
-    Random,
-    Rank,
-    Reduce,
-    Rotate,
-    TensorRef,
-)
+from kvdsl.ir.nodes import Axis, Call, Expr, Number, Other, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
 from kvdsl.ir.visitors import of_one_slot
 
@@ -107,53 +88,41 @@ def bounds(expr: Expr, scope: Scope) -> Range:
     """The range of an expression."""
     if scope.known and expr in scope.known:
         return scope.known[expr]
-    if isinstance(expr, Number):
-        return rounded([[expr.value]])
-    if isinstance(expr, ParamRef):
-        return rounded([[scope.numbers.params[expr.name]]])
-    if isinstance(expr, TensorRef):
-        row = scope.numbers.tensors[expr.name]
-        return exactly(np.atleast_2d(row[scope.query_head]) if expr.group else row)
-    if isinstance(expr, GivenRef):
-        return exactly(scope.numbers.given[expr.name])
-    if isinstance(expr, Input):
-        return scope.inputs[expr.name]
-    if isinstance(expr, Random):
-        assert scope.random is not None
-        return exactly(scope.random())
-    if isinstance(expr, Call):
-        return FUNCTIONS[expr.function](*(bounds(arg, scope) for arg in expr.args))
-    if isinstance(expr, Binary):
-        if expr.op == "**" and expr.right == Number(value=2):
-            return square(bounds(expr.left, scope))
-        return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
-    if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
-        return _over_heads(expr, scope)
-    if isinstance(expr, Reduce) and expr.axis is Axis.OTHER:
-        return _over_others(expr, scope)
-    if isinstance(expr, Reduce) and expr.within == "text":
-        return _over_text(expr, scope)
-    if isinstance(expr, Rotate):
-        return _rotate(expr, scope)
-    if isinstance(expr, Leverage):
-        return _leverage(expr, scope)
-    if isinstance(expr, Reduce):
-        return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
-    if isinstance(expr, Project):
-        vectors, matrix = bounds(expr.body, scope), bounds(expr.matrix, scope)
-        rows = [total(multiply(vectors, matrix[:, place][None]), 1) for place in range(matrix.lo.shape[1])]
-        return Range(*(np.concatenate([getattr(row, name) for row in rows], 1) for name in ("lo", "hi", "nan")))
-    if isinstance(expr, FoldRef):
-        return _begun(scope.recall(expr), bounds(expr.start, scope))
-    if isinstance(expr, Rank):
-        return _rank(expr, scope)
-    if isinstance(expr, Enough):
-        return _enough(expr, scope)
-    return _pool(expr, scope) if isinstance(expr, Pool) else scope.recall(expr)
+    return _BOUNDS[expr.kind](expr, scope)
 
 
-def _begun(held: Range, start: Range) -> Range:
+def _tensor(expr: TensorRef, scope: Scope) -> Range:
+    row = scope.numbers.tensors[expr.name]
+    return exactly(np.atleast_2d(row[scope.query_head]) if expr.group else row)
+
+
+def _call(expr: Call, scope: Scope) -> Range:
+    if expr.op in _OPERATIONS:
+        return _OPERATIONS[expr.op](scope, *expr.args)
+    args = [bounds(arg, scope) for arg in expr.args]
+    if expr.op == "**" and expr.args[1] == Number(value=2):
+        return square(args[0])
+    return OPERATORS[expr.op](*args) if expr.op in OPERATORS else FUNCTIONS[expr.op](*args)
+
+
+def _reduce(expr: Reduce, scope: Scope) -> Range:
+    return _over_text(expr, scope) if expr.within == "text" else _RANGES[expr.axis](expr, scope)
+
+
+def _random(scope: Scope) -> Range:
+    assert scope.random is not None
+    return exactly(scope.random())
+
+
+def _project(scope: Scope, vector: Expr, matrix: Expr) -> Range:
+    vectors, columns = bounds(vector, scope), bounds(matrix, scope)
+    rows = [total(multiply(vectors, columns[:, place][None]), 1) for place in range(columns.lo.shape[1])]
+    return Range(*(np.concatenate([getattr(row, name) for row in rows], 1) for name in ("lo", "hi", "nan")))
+
+
+def _begun(scope: Scope, column: Expr, first: Expr) -> Range:
     """What a column holds, or the start of its fold where it is NaN."""
+    held, start = bounds(column, scope), bounds(first, scope)
     either = Range(np.minimum(held.lo, start.lo), np.maximum(held.hi, start.hi), held.nan & start.nan)
     begun = choose(held.never, start, choose(~held.nan, held, either))
     return choose(held.never, start, begun)
@@ -173,39 +142,51 @@ def _over_text(expr: Reduce, scope: Scope) -> Range:
     return fold(expr.op, stack([one.map(lambda x: np.broadcast_to(x, shape)) for one in found]), 0)[0]
 
 
-def _rotate(expr: Rotate, scope: Scope) -> Range:
-    """Cosines and sines are a library's, and found in float64."""
-    x = bounds(expr.body, scope)
+def _pairs(scope: Scope, vector: Expr) -> Range:
+    x = bounds(vector, scope)
     if scope.rope is None:
-        return FUNCTIONS["abs"](x) if expr.op == "pairs" else x
+        return FUNCTIONS["abs"](x)
     first, second = scope.rope._pairs()
+    length = FUNCTIONS["sqrt"](add(square(x[:, first]), square(x[:, second])))
+    return _with_pairs(FUNCTIONS["abs"](x), (first, widened(length, LIBRARY)), (second, widened(length, LIBRARY)))
+
+
+def _turn(scope: Scope, vector: Expr, places: Expr) -> Range:
+    """Cosines and sines are a library's, and found in float64."""
+    x = bounds(vector, scope)
+    if scope.rope is None:
+        return x
+    by = bounds(places, scope)
+    if not by.sharp.all() or not np.isfinite(by.lo).all():
+        return anything((max(len(x.lo), len(by.lo)), x.lo.shape[1]))
+    angle = by.lo * scope.rope.inv_freq
+    return _with_pairs(*_turned(x, scope.rope, np.cos(angle), np.sin(angle)))
+
+
+def _ahead(scope: Scope, vector: Expr, by: Expr, step: Expr | None = None) -> Range:
+    x = bounds(vector, scope)
+    if scope.rope is None:
+        return x
+    newest, count = scope.inputs["seen"].lo.item() - 1, int(at_least_one(evaluate_number(by, scope.numbers)))
+    factor = None if step is None else evaluate_number(step, scope.numbers)
+    count = min(count, FARTHEST if factor is None else MOST_STEPS)
+    places = [place + 1 if factor is None else factor**place for place in range(count)]
+    angle = -(newest + np.array(places))[:, None] * scope.rope.inv_freq
+    cos, sin = np.cos(angle).mean(0, keepdims=True), np.sin(angle).mean(0, keepdims=True)
+    whole, *turned = _turned(x, scope.rope, cos, sin)
+    # Infinities of either sign may meet in the mean, and need not where its turns are one sum.
+    endless = infinite(x[:, turned[0][0]]) | infinite(x[:, turned[1][0]])
+    return _with_pairs(whole, *((dims, choose(endless, anything(one.lo.shape), one)) for dims, one in turned))
+
+
+def _turned(x: Range, rope: Rope, cos: Array, sin: Array) -> tuple[Range, tuple[Array, Range], tuple[Array, Range]]:
+    """A vector of as many rows as there are turns, and what its pairs become."""
+    first, second = rope._pairs()
     a, b = x[:, first], x[:, second]
-    if expr.op == "pairs":
-        length = FUNCTIONS["sqrt"](add(square(a), square(b)))
-        return _with_pairs(FUNCTIONS["abs"](x), (first, widened(length, LIBRARY)), (second, widened(length, LIBRARY)))
-    assert expr.by is not None
-    if expr.op == "turn":
-        by = bounds(expr.by, scope)
-        if not by.sharp.all() or not np.isfinite(by.lo).all():
-            return anything((max(len(x.lo), len(by.lo)), x.lo.shape[1]))
-        angle = by.lo * scope.rope.inv_freq
-        cos, sin = np.cos(angle), np.sin(angle)
-    else:
-        newest, count = scope.inputs["seen"].lo.item() - 1, int(at_least_one(evaluate_number(expr.by, scope.numbers)))
-        factor = None if expr.factor is None else evaluate_number(expr.factor, scope.numbers)
-        count = min(count, FARTHEST if factor is None else MOST_STEPS)
-        places = [place + 1 if factor is None else factor**place for place in range(count)]
-        angle = -(newest + np.array(places))[:, None] * scope.rope.inv_freq
-        cos, sin = np.cos(angle).mean(0, keepdims=True), np.sin(angle).mean(0, keepdims=True)
     c, s = (widened(rounded(one), LIBRARY) for one in (cos, sin))
-    rows = max(len(x.lo), len(cos))
-    turned = (subtract(multiply(a, c), multiply(b, s)), add(multiply(a, s), multiply(b, c)))
-    if expr.op == "ahead":  # infinities of either sign may meet in the mean, and need not where its turns are one sum
-        endless = infinite(a) | infinite(b)
-        turned = (choose(endless, anything(one.lo.shape), one) for one in turned)
-    first_turned, second_turned = turned
-    whole = x.map(lambda one: np.broadcast_to(one, (rows, one.shape[1])).copy())
-    return _with_pairs(whole, (first, first_turned), (second, second_turned))
+    whole = x.map(lambda one: np.broadcast_to(one, (max(len(x.lo), len(cos)), one.shape[1])).copy())
+    turned = subtract(multiply(a, c), multiply(b, s)), add(multiply(a, s), multiply(b, c))
+    return whole, (first, turned[0]), (second, turned[1])
 
 
 def _with_pairs(x: Range, *parts: tuple[Array, Range]) -> Range:
@@ -215,13 +196,13 @@ def _with_pairs(x: Range, *parts: tuple[Array, Range]) -> Range:
     return x
 
 
-def _leverage(expr: Leverage, scope: Scope) -> Range:
+def _leverage(scope: Scope, vector: Expr, ridge: Expr) -> Range:
     """Of vectors that are known, where the system is well posed; found in float64 everywhere."""
-    x = bounds(expr.body, scope).map(lambda one: np.broadcast_to(one, (scope.slots, one.shape[1])))
+    x = bounds(vector, scope).map(lambda one: np.broadcast_to(one, (scope.slots, one.shape[1])))
     unknown = anything((scope.slots, 1))
     if not x.sharp.all() or not np.isfinite(x.lo).all():
         return unknown
-    gram = x.lo.T @ x.lo + evaluate_number(expr.ridge, scope.numbers) * np.eye(x.lo.shape[1])
+    gram = x.lo.T @ x.lo + evaluate_number(ridge, scope.numbers) * np.eye(x.lo.shape[1])
     if not np.isfinite(gram).all() or np.linalg.cond(gram) > 1e6:
         return unknown
     return widened(exactly(np.sum(x.lo * np.linalg.solve(gram, x.lo.T).T, axis=1, keepdims=True)), 1e-6)
@@ -299,15 +280,15 @@ def _rank(expr: Rank, scope: Scope) -> Range:
     return made.map(lambda x: x[:, None])
 
 
-def _enough(expr: Enough, scope: Scope) -> Range:
+def _enough(scope: Scope, values: Expr, part: Expr, order: Expr) -> Range:
     """How many slots it takes: the sum of the highest m lies between that of the highest m lower bounds and that of the upper ones."""
-    body, by = bounds_of_slots(expr.body, scope), bounds_of_slots(expr.by, scope)
-    share, slots = evaluate_number(expr.share, scope.numbers), scope.slots
+    body, by = bounds_of_slots(values, scope), bounds_of_slots(order, scope)
+    share, slots = evaluate_number(part, scope.numbers), scope.slots
     if body.sharp.all() and by.sharp.all():
-        order = ascending(by.lo, scope.inputs["position"].lo[:, 0].astype(np.int64))[::-1]
-        sums = np.cumsum(body.lo[order])
+        highest = ascending(by.lo, scope.inputs["position"].lo[:, 0].astype(np.int64))[::-1]
+        sums = np.cumsum(body.lo[highest])
         return exactly([[_first(sums >= share * sums[-1:], slots)]])
-    if expr.by != expr.body or body.nan.any():
+    if order != values or body.nan.any():
         return Range(np.array([[1.0]]), np.array([[float(slots)]]), np.zeros((1, 1), dtype=bool))
     low, high = (np.cumsum(np.sort(one)[::-1]) for one in (body.lo, body.hi))
     slack = 1e-12 * np.abs(high).sum()  # sums of float64 in any order
@@ -321,16 +302,16 @@ def _first(holds: Mask, otherwise: int) -> float:
     return float(np.argmax(holds) + 1 if holds.any() else otherwise)
 
 
-def _pool(expr: Pool, scope: Scope) -> Range:
+def _pool(op: str, scope: Scope, values: Expr, size: Expr) -> Range:
     if scope.unprotected is None:
         return anything((scope.slots, 1))
-    body = bounds_of_group(expr.body, scope).map(lambda x: x[:, None])
-    radius = int(min(at_least_one(evaluate_number(expr.size, scope.numbers)), 2 * scope.slots) // 2)
+    body = bounds_of_group(values, scope).map(lambda x: x[:, None])
+    radius = int(min(at_least_one(evaluate_number(size, scope.numbers)), 2 * scope.slots) // 2)
     slots = np.flatnonzero(scope.unprotected)
     in_order = slots[np.argsort(scope.inputs["position"].lo[slots, 0])]
     parts = [body[slot : slot + 1] for slot in range(scope.slots)]
     for place, slot in enumerate(in_order):
-        parts[slot] = fold(expr.op, body[in_order[max(place - radius, 0) : place + radius + 1]], 0)
+        parts[slot] = fold(op, body[in_order[max(place - radius, 0) : place + radius + 1]], 0)
     return joined(parts)
 
 
@@ -345,6 +326,37 @@ def bounds_of_group(expr: Expr, scope: Scope) -> Range:
         return bounds_of_slots(expr, scope)
     heads = [bounds_of_slots(expr, replace(scope, query_head=head)) for head in range(scope.group)]
     return over_group(stack(heads), scope.how)
+
+
+_OPERATIONS: dict[str, Callable[..., Range]] = {
+    "random": _random,
+    "project": _project,
+    "turn": _turn,
+    "ahead": _ahead,
+    "pairs": _pairs,
+    "leverage": _leverage,
+    "enough": _enough,
+    "max_pool": partial(_pool, "max"),
+    "mean_pool": partial(_pool, "mean"),
+    "begun": _begun,
+}
+_RANGES: dict[Axis, Callable[[Reduce, Scope], Range]] = {
+    Axis.SLOT: _over_slots,
+    Axis.DIM: _over_dims,
+    Axis.OTHER: _over_others,
+    Axis.HEAD: _over_heads,
+}
+_BOUNDS: dict[str, Callable[..., Range]] = {
+    "number": lambda expr, _: rounded([[expr.value]]),
+    "param": lambda expr, scope: rounded([[scope.numbers.params[expr.name]]]),
+    "tensor": _tensor,
+    "given": lambda expr, scope: exactly(scope.numbers.given[expr.name]),
+    "input": lambda expr, scope: scope.inputs[expr.name],
+    "column": lambda expr, scope: scope.recall(expr),
+    "call": _call,
+    "reduce": _reduce,
+    "rank": _rank,
+}
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from kvdsl.ir import ops
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
+    PREVIOUS,
     AcrossLayers,
     Axis,
-    Binary,
     Call,
-    Enough,
     Expr,
     Fold,
     Given,
@@ -30,24 +29,20 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     LayerRange,
-    Leverage,
     Node,
     Number,
     Other,
     Param,
     ParamRef,
     Policy,
-    Pool,
-    Previous,
-    Project,
-    Random,
     Rank,
     Reduce,
-    Rotate,
     Select,
     Sketch,
     Tensor,
     TensorRef,
+    call,
+    is_call,
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
@@ -151,11 +146,11 @@ class Maker:
         left, right = self.fixed_number(depth - 1, own), self.fixed_number(depth - 1, own)
         shape = self.one_of("+", "*", "-", "/", "max", "min", "floor", "where")
         if shape in ("max", "min"):
-            return Call(function=shape, args=(left, right))
+            return call(shape, left, right)
         if shape == "floor":
-            return Call(function="floor", args=(left,))
+            return call("floor", left)
         if shape == "where":
-            return Call(function="where", args=(Binary(op="<", left=Input(name="layers"), right=right), left, right))
+            return call("where", call("<", Input(name="layers"), right), left, right)
         return self.binary(shape, left, right)
 
     def count(self, most: float, least: float = 0, own: tuple[Expr, ...] = ()) -> Expr:
@@ -166,18 +161,18 @@ class Maker:
         value = value_of(fold_expression(free), self.known)
         if value is not None and least <= value <= most:
             return free
-        return Call(function="max", args=(Call(function="min", args=(free, Number(value=most))), Number(value=least)))
+        return call("max", call("min", free, Number(value=most)), Number(value=least))
 
     def binary(self, op: str, left: Expr, right: Expr) -> Expr:
         """An operator, or its left side where the checker would find no value."""
-        expr = Binary(op=op, left=left, right=right)
+        expr = call(op, left, right)
         constant = value_of(fold_expression(left)) is not None and value_of(fold_expression(right)) is not None
         if op in ("/", "%") and value_of(fold_expression(right)) == 0:
             return left
         return left if constant and value_of(fold_expression(expr)) is None else expr
 
     def call(self, function: str, *args: Expr) -> Expr:
-        expr = Call(function=function, args=args)
+        expr = call(function, *args)
         constant = all(value_of(fold_expression(arg)) is not None for arg in args)
         return args[-1] if constant and value_of(fold_expression(expr)) is None else expr
 
@@ -208,10 +203,10 @@ class Maker:
         if shape == "compare":
             made = self.binary(self.one_of(*COMPARISONS), self.value(inside), self.value(inside))
             # A constant would be folded to a number, which the language does not take for a condition.
-            return made if value_of(made) is None else Binary(op=">", left=Input(name="live"), right=Number(value=3))
+            return made if value_of(made) is None else call(">", Input(name="live"), Number(value=3))
         if shape == "not":
-            return Call(function="not", args=(self.condition(inside),))
-        return Binary(op=shape, left=self.condition(inside), right=self.condition(inside))
+            return call("not", self.condition(inside))
+        return call(shape, self.condition(inside), self.condition(inside))
 
     def leaf(self, place: Place) -> Expr:
         """Something without operands; with dims or queries around it, something that has them, mostly."""
@@ -232,16 +227,18 @@ class Maker:
                 lambda: Input(name="age"),
             )()
         if place.previous and not place.dims and self.one_of(True, False):
-            return Previous()
+            return PREVIOUS
         if place.dims:
             return self.vector(place)
         if place.query and place.attends and self.one_of(*[False] * 7, True):
-            return Random()
+            return call("random")
         if place.query and place.attends:
             return Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
         if place.query:
             return self.dot(place)
-        return self.one_of(self.attention, self.attention, self.attention, lambda: Input(name="observed"), Random)()
+        return self.one_of(
+            self.attention, self.attention, self.attention, lambda: Input(name="observed"), lambda: call("random")
+        )()
 
     def vector(self, place: Place) -> Expr:
         """With dims: keys, values and queries, or those of a page."""
@@ -263,22 +260,20 @@ class Maker:
         body = Input(name=self.one_of("q", "k") if place.query else "k")
         op = self.one_of("turn", "turn", "ahead", "pairs")
         if op == "pairs":
-            return Rotate(op=op, body=body)
+            return call(op, body)
         if op == "ahead":
-            factor = Number(value=self.one_of(1.0, 2.0, 3.0)) if self.rarely() else None
-            return Rotate(op=op, body=body, by=self.count(9, 1), factor=factor)
+            factor = [Number(value=self.one_of(1.0, 2.0, 3.0))] if self.rarely() else []
+            return call(op, body, self.count(9, 1), *factor)
         own = Input(name="query_position") if body.name == "q" else Input(name="position")
-        by = self.one_of(
-            Call(function="neg", args=(own,)), Number(value=self.one_of(1.0, 3.0, -2.0)), self.one_of(*self.fixed)
-        )
-        return Rotate(op=op, body=body, by=by)
+        by = self.one_of(call("neg", own), Number(value=self.one_of(1.0, 3.0, -2.0)), self.one_of(*self.fixed))
+        return call(op, body, by)
 
     def leverage(self, place: Place) -> Expr:
         """Of keys or values, perhaps weighed."""
         body: Expr = Input(name=self.one_of("k", "v"))
         if self.rarely():
             body = self.binary("*", body, self.value(place.deeper(pools=False, text=False)))
-        return Leverage(body=body, ridge=Number(value=self.one_of(1.0, 0.01, 10.0)))
+        return call("leverage", body, Number(value=self.one_of(1.0, 0.01, 10.0)))
 
     def over_others(self, place: Place) -> Expr:
         """A slot against the others, by their vectors or by what both have."""
@@ -290,13 +285,13 @@ class Maker:
             between = self.binary(self.one_of("-", "*"), key, Other(body=key))
             body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=self.call("abs", between))
         elif shape != "values":
-            body = Reduce(op="sum", axis=DIM, body=Binary(op="*", left=key, right=Other(body=key)))
+            body = Reduce(op="sum", axis=DIM, body=call("*", key, Other(body=key)))
         if shape == "last alike":
-            like = Binary(op=">", left=body, right=Number(value=self.one_of(0.0, 0.5)))
-            last = Call(function="where", args=(like, Other(body=Input(name="position")), Number(value=-1)))
+            like = call(">", body, Number(value=self.one_of(0.0, 0.5)))
+            last = call("where", like, Other(body=Input(name="position")), Number(value=-1))
             newest = Reduce(op=self.one_of("max", "min"), axis=Axis.OTHER, body=last)
-            is_last = Binary(op="==", left=Other(body=newest), right=Input(name="position"))
-            body = Call(function="where", args=(is_last, self.value(inside), body))
+            is_last = call("==", Other(body=newest), Input(name="position"))
+            body = call("where", is_last, self.value(inside), body)
         elif self.one_of(True, False):
             body = self.binary(self.one_of("*", "+", "-", ">"), body, self.value(inside))
         op, within = self.one_of(*ops.reducing("others")), self.one_of("all", "self")
@@ -309,13 +304,13 @@ class Maker:
         """A condition on a slot and another one; none that says which keys are equal, as a key says that."""
         other = Other(body=self.with_slots(self.value(place)))
         made: Expr = self.one_of(
-            Binary(op=self.one_of("<", "<=", ">"), left=Other(body=Input(name="position")), right=Input(name="position")),
-            Binary(op="<", left=Other(body=Input(name="age")), right=self.literal()),
-            Binary(op=self.one_of("<", ">=", ">"), left=other, right=self.value(place)),
+            call(self.one_of("<", "<=", ">"), Other(body=Input(name="position")), Input(name="position")),
+            call("<", Other(body=Input(name="age")), self.literal()),
+            call(self.one_of("<", ">=", ">"), other, self.value(place)),
         )
         if self.one_of(True, False):
             return made
-        return Binary(op=self.one_of("and", "or"), left=made, right=self.one_of(self.condition(place), made))
+        return call(self.one_of("and", "or"), made, self.one_of(self.condition(place), made))
 
     def with_slots(self, body: Expr) -> Expr:
         """An expression that varies over slots."""
@@ -326,12 +321,12 @@ class Maker:
         inside = Place(query=True, attends=False, asks=True, depth=min(place.depth - 1, 1))
         body = self.binary(self.one_of("+", "*", "-"), self.dot(inside), self.value(inside))
         if QUERY not in axes_of(body):  # of projections of keys, say
-            product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+            product = call("*", Input(name="q"), Input(name="k"))
             body = self.binary("+", body, Reduce(op="sum", axis=DIM, body=product))
         if self.rarely():
-            turned = Rotate(op="turn", body=Input(name="q"), by=Call(function="neg", args=(Input(name="query_position"),)))
-            seen = Rotate(op="ahead", body=Input(name="k"), by=self.count(9, 1))
-            body = Reduce(op="sum", axis=DIM, body=Binary(op="*", left=turned, right=seen))
+            turned = call("turn", Input(name="q"), call("neg", Input(name="query_position")))
+            seen = call("ahead", Input(name="k"), self.count(9, 1))
+            body = Reduce(op="sum", axis=DIM, body=call("*", turned, seen))
         after = self.count(3) if self.rarely() else None
         made = Reduce(op=self.one_of(*ops.reducing("text")), axis=QUERY, body=body, within="text", after=after)
         return self.filtered(made, inside)
@@ -400,7 +395,7 @@ class Maker:
     def decay(self) -> Expr:
         if self.one_of(True, False):
             return Number(value=self.one_of(0.9, 0.5, 0.0, 1.0, 0.99))
-        return Binary(op="/", left=self.count(4), right=Number(value=self.one_of(4.0, 5.0)))
+        return call("/", self.count(4), Number(value=self.one_of(4.0, 5.0)))
 
     def over_slots(self, place: Place) -> Expr:
         body = self.value(place.deeper(dims=False, pools=False))
@@ -424,12 +419,12 @@ class Maker:
 
     def key(self, place: Place) -> Expr:
         """A number of each slot that is no page's, which have a word of their own."""
-        third = Binary(op="%", left=Input(name="position"), right=Number(value=self.one_of(3.0, 2.0, 2.5)))
+        third = call("%", Input(name="position"), Number(value=self.one_of(3.0, 2.0, 2.5)))
         made: Expr = self.one_of(
             lambda: third,
             lambda: self.of_age(),
-            lambda: Call(function="floor", args=(self.of_token(),)),
-            lambda: Call(function="floor", args=(Binary(op="/", left=Input(name="age"), right=Number(value=3)),)),
+            lambda: call("floor", self.of_token()),
+            lambda: call("floor", call("/", Input(name="age"), Number(value=3))),
             lambda: third if place.query else self.condition(KEEP.deeper()),
             lambda: third if place.query else self.value(KEEP.deeper()),
         )()
@@ -442,7 +437,7 @@ class Maker:
 
     def of_age(self) -> Expr:
         """Whether a token is new."""
-        return Binary(op=self.one_of(*COMPARISONS), left=Input(name="age"), right=Number(value=self.one_of(2.0, 5.0)))
+        return call(self.one_of(*COMPARISONS), Input(name="age"), Number(value=self.one_of(2.0, 5.0)))
 
     def slot_value(self, place: Place) -> Expr:
         if place.query:
@@ -451,11 +446,11 @@ class Maker:
 
     def dot(self, place: Place) -> Expr:
         within = "sketch" if self.sketch and not place.attends and self.one_of(True, True, False) else "all"
-        product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        product = call("*", Input(name="q"), Input(name="k"))
         if self.matrices and within == "all" and self.rarely():
             matrix = TensorRef(name=self.one_of(*self.matrices).name, dims=True)
-            sides = (Project(body=Input(name=name), matrix=matrix) for name in (self.one_of("q", "k"), "k"))
-            product = Binary(op="*", left=next(sides), right=next(sides))
+            sides = (call("project", Input(name=name), matrix) for name in (self.one_of("q", "k"), "k"))
+            product = call("*", next(sides), next(sides))
         return Reduce(op="sum", axis=DIM, body=product, within=within)
 
     def over_dims(self, place: Place) -> Expr:
@@ -477,7 +472,7 @@ class Maker:
             body: Expr = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
             return self.over_page(self.one_of(body, Input(name="age")))
         body = self.value(place.deeper(dims=False, pools=False, text=False))
-        drawn = axes_of(body) == {SLOT} and not any(isinstance(part, Random) for part in walk(body))
+        drawn = axes_of(body) == {SLOT} and not any(is_call(part, "random") for part in walk(body))
         return self.over_page(body if drawn else self.attention())
 
     def over_page(self, body: Expr) -> Expr:
@@ -509,11 +504,11 @@ class Maker:
         body = self.value(inside)
         shape = self.one_of("max", "blend", "where")
         if shape == "max":
-            body = self.call("max", self.binary("*", Previous(), Number(value=0.5)), body)
+            body = self.call("max", self.binary("*", PREVIOUS, Number(value=0.5)), body)
         elif shape == "blend":
-            body = self.binary("+", self.binary("*", Previous(), Number(value=self.one_of(0.5, 0.9))), body)
+            body = self.binary("+", self.binary("*", PREVIOUS, Number(value=self.one_of(0.5, 0.9))), body)
         else:
-            body = self.call("where", self.condition(inside), body, Previous())
+            body = self.call("where", self.condition(inside), body, PREVIOUS)
         start = self.one_of(NOTHING, ONE, Input(name="position"), self.one_of(*self.fixed))
         return Fold(body=body, start=start, over=over)
 
@@ -523,8 +518,8 @@ class Maker:
             body = self.binary("*", self.attention(), body)
         return self.pooled(body)
 
-    def pooled(self, body: Expr) -> Pool:
-        return Pool(op=self.one_of(*(row.op for row in ops.POOLS.values())), body=body, size=self.count(7, 1))
+    def pooled(self, body: Expr) -> Call:
+        return call(self.one_of(*ops.POOLS), body, self.count(7, 1))
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
@@ -596,7 +591,7 @@ class Maker:
         """A score of heads that share a budget, which reads what all of them have."""
         if SLOT not in axes_of(score):
             score = self.binary("+", score, Input(name="position"))
-        pools, apart = any(isinstance(part, Pool) for part in walk(score)), of_query_heads_unpooled(score)
+        pools, apart = any(is_call(part, *ops.POOLS) for part in walk(score)), of_query_heads_unpooled(score)
         if apart and pools:  # a pool has the group's value, but cannot stand in another
             return score
         if apart or (not pools and self.one_of(True, False)):
@@ -627,13 +622,13 @@ class Maker:
         return self.binary(self.one_of("*", "+", "**"), made, self.one_of(*self.fixed)) if self.rarely() else made
 
     def over_heads(self, body: Expr) -> Expr:
-        where = Binary(op=">", left=Input(name="live"), right=self.one_of(*self.fixed)) if self.rarely() else None
+        where = call(">", Input(name="live"), self.one_of(*self.fixed)) if self.rarely() else None
         return Reduce(op=self.one_of(*ops.reducing("heads")), axis=Axis.HEAD, body=body, where=where)
 
     def layers(self) -> LayerRange:
         low = self.pick(range(0, 4))
         ends = [None, Number(value=float(low)), None], [Number(value=float(self.pick(range(low, 5)))), None, None]
-        last = Binary(op="-", left=Input(name="layers"), right=ONE)
+        last = call("-", Input(name="layers"), ONE)
         return LayerRange(low=self.one_of(*ends[0]), high=self.one_of(*ends[1], last if low < 3 else None))
 
     def select(self, room: float, *, votes: bool = False) -> Select:
@@ -661,9 +656,7 @@ class Maker:
         """A count that reads the data."""
         share = self.one_of(Number(value=0.5), Number(value=0.9), self.decay())
         makers: list[Callable[[], Expr]] = [
-            lambda: Binary(
-                op="*", left=Number(value=self.one_of(0.5, 0.3, 0.7)), right=Input(name=self.one_of("seen", "live"))
-            ),
+            lambda: call("*", Number(value=self.one_of(0.5, 0.3, 0.7)), Input(name=self.one_of("seen", "live"))),
             lambda: Reduce(op="sum", axis=SLOT, body=self.over_threshold(place)),
             lambda: self.enough(place, share),
             lambda: self.over_slots(place),
@@ -671,22 +664,20 @@ class Maker:
         made = self.one_of(*makers)()
         if self.rarely():
             other = self.one_of(*makers, lambda: self.one_of(*self.fixed))()
-            made = self.one_of(
-                Call(function=self.one_of("max", "min"), args=(made, other)), Binary(op="+", left=made, right=other)
-            )
+            made = self.one_of(call(self.one_of("max", "min"), made, other), call("+", made, other))
         return made
 
     def over_threshold(self, place: Place) -> Expr:
         """A condition on slots."""
         made = self.condition(place.deeper())
-        return made if SLOT in axes_of(made) else Binary(op=">", left=self.slot_value(place), right=Number(value=0.1))
+        return made if SLOT in axes_of(made) else call(">", self.slot_value(place), Number(value=0.1))
 
     def enough(self, place: Place, share: Expr) -> Expr:
         body, by = (
             made if SLOT in axes_of(made) else self.binary("*", self.slot_value(place), made)
             for made in (self.value(place.deeper()), self.value(place.deeper()))
         )
-        return Enough(body=body, share=share, by=self.one_of(body, body, by))
+        return call("enough", body, share, self.one_of(body, body, by))
 
     def sketch_by(self, depth: int = 2) -> Expr:
         """An expression over dims, and over queries perhaps."""
@@ -733,7 +724,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         if maker.measured:
             made["measured"] = maker.of_data(KEEP)
             if maker.victims == "heads" and any(isinstance(part, TensorRef) for part in walk(made["measured"])):
-                made["measured"] = Binary(op="*", left=Number(value=0.5), right=Input(name="seen"))  # heads have to agree
+                made["measured"] = call("*", Number(value=0.5), Input(name="seen"))  # heads have to agree
             made["budget"] = maker.one_of(made["budget"], Input(name="everything"))
             if made["budget"] == Input(name="everything"):
                 made |= _bounded(made["measured"])
@@ -802,13 +793,13 @@ def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
     smallest = value_of(default)
     if maker.rarely():
         wider = maker.call(maker.one_of("max", "min"), budget, Number(value=6))
-        budget = maker.one_of(wider, Binary(op="+", left=budget, right=maker.fixed[1]))
+        budget = maker.one_of(wider, call("+", budget, maker.fixed[1]))
     return budget, 4.0 if smallest is None else min(smallest, 6.0)
 
 
 def _bounded(measured: Expr) -> dict[str, Expr]:
     """`budget min(x, n)` of an x that reads the data, and an n that does not, is at most n."""
-    if not (isinstance(measured, Call) and measured.function == "min"):
+    if not is_call(measured, "min"):
         return {}
     return next(
         (
@@ -826,9 +817,9 @@ def _by_head(maker: Maker, budget: Expr) -> Expr | None:
     if not numbers or maker.one_of(True, False):
         return None
     other = maker.one_of(Number(value=4.0), Number(value=12.0), Input(name="prompt"), Input(name="everything"))
-    least = Call(function="max", args=(other, Number(value=4.0)))
-    condition = Binary(op=">", left=maker.one_of(*numbers), right=NOTHING)
-    return Call(function="where", args=(condition, budget, least))
+    least = call("max", other, Number(value=4.0))
+    condition = call(">", maker.one_of(*numbers), NOTHING)
+    return call("where", condition, budget, least)
 
 
 def _by_head_numbers(maker: Maker) -> list[Expr]:
@@ -914,6 +905,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Other, Fold, Project, Rotate, Leverage, Rank, Enough, Pool)):
+    if isinstance(node, (Call, Reduce, Other, Fold, Rank)):
         yield from children(node)
     yield from _with_smaller_parts(node)

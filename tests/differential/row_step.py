@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvdsl.interp import Head, Layer, Step
 from kvdsl.interp.supplied import NOTHING, Supplied, of_head
-from kvdsl.ir.nodes import Column, Expr, Policy
+from kvdsl.ir.nodes import Column, Expr, Policy, is_call
 from kvdsl.ir.visitors import walk
 
 from .counts import Least, leaving
@@ -297,7 +297,7 @@ def _remembered(policy: Policy) -> list[Column]:
 def _jumps(body: Expr) -> bool:
     """Whether a small change of what it reads may change the value by much."""
     steps = ("<", "<=", ">", ">=", "==", "!=", "%", "floor", "ceil")
-    return any(getattr(part, "op", None) in steps or getattr(part, "function", None) in steps for part in walk(body))
+    return any(is_call(part, *steps) for part in walk(body))
 
 
 def _places(of: Indices, wanted: Indices) -> list[int]:

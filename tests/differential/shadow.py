@@ -22,7 +22,7 @@ from kvdsl.interp.selection import taken_over
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef, TensorRef
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, TensorRef
 from kvdsl.ir.ops import OF_QUERY_HEADS, REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
@@ -368,9 +368,9 @@ class Shadow:
         return evaluate_number(expr, self._exact())
 
     def _recall(self, leaf: Expr, chosen: Mask, newest: int) -> Range:
-        if isinstance(leaf, RingRef):
-            return self._over_ring(leaf, chosen, newest)
-        assert isinstance(leaf, (ColumnRef, FoldRef)), leaf
+        assert isinstance(leaf, ColumnRef), leaf
+        if leaf.op is not None:
+            return self._over_ring(leaf.name, leaf.op, chosen, newest)
         return self.columns[leaf.name][chosen].map(lambda x: x[:, None])
 
     def ring_size(self, column: Column) -> int:
@@ -385,14 +385,14 @@ class Shadow:
         position, window = self.position[:, None], self.machine.call.window
         return (writer >= position) & (writer >= self.since) & (writer < position + (np.inf if window is None else window))
 
-    def _over_ring(self, leaf: RingRef, chosen: Mask, newest: int) -> Range:
-        column = next(column for column in self.policy.columns if column.name == leaf.name)
-        valid, held = self.ring_places(column, newest)[chosen], self.columns[leaf.name][chosen]
-        nothing = exactly(REDUCTIONS[leaf.op].of_nothing).map(lambda x: x.reshape(1))
+    def _over_ring(self, name: str, op: str, chosen: Mask, newest: int) -> Range:
+        column = next(column for column in self.policy.columns if column.name == name)
+        valid, held = self.ring_places(column, newest)[chosen], self.columns[name][chosen]
+        nothing = exactly(REDUCTIONS[op].of_nothing).map(lambda x: x.reshape(1))
         rows = [held[slot, : valid.shape[1]][valid[slot]] for slot in range(len(valid))]
         if not rows:
             return exactly(np.zeros((0, 1)))
-        return joined([fold(leaf.op, row, 0) if row.lo.size else nothing for row in rows]).map(lambda x: x[:, None])
+        return joined([fold(op, row, 0) if row.lo.size else nothing for row in rows]).map(lambda x: x[:, None])
 
     def _per_query(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Range]) -> Range:
         """What belongs to one query: per query head where it reads q, then reduced over the group."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvdsl.ir.nodes import (
     Axis,
-    Binary,
     Call,
     Expr,
     Input,
@@ -13,12 +12,11 @@ from kvdsl.ir.nodes import (
     Param,
     ParamRef,
     Policy,
-    Pool,
-    Random,
     Reduce,
     Select,
     Sketch,
 )
+from kvdsl.ir.nodes import call as call
 
 
 def num(value: float) -> Expr:
@@ -29,12 +27,8 @@ def read(name: str) -> Expr:
     return Input(name=name)
 
 
-def call(function: str, *args: Expr) -> Expr:
-    return Call(function=function, args=args)
-
-
 def binary(left: Expr, op: str, right: Expr) -> Expr:
-    return Binary(op=op, left=left, right=right)
+    return call(op, left, right)
 
 
 def over(op: str, axis: str, body: Expr) -> Expr:
@@ -56,7 +50,7 @@ def ema(body: Expr, decay: float) -> Expr:
 
 
 def pool(op: str, body: Expr, size: float) -> Expr:
-    return Pool(op=op, body=body, size=num(size))
+    return call(f"{op}_pool", body, num(size))
 
 
 def over_page(op: str, body: Expr) -> Expr:
@@ -111,6 +105,6 @@ def where(condition: Expr) -> Keep:
     return Keep(scope="where", by=condition)
 
 
-Expr_ = (Number, ParamRef, Input, Random, Call, Binary, Reduce, Pool)
+Expr_ = (Number, ParamRef, Input, Call, Reduce)
 
-RANDOM = bounded(Random())
+RANDOM = bounded(call("random"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdsl.interp import Call, Interpreter, Rope, Step, resolve
-from kvdsl.ir.nodes import Expr, Policy, Random
+from kvdsl.ir.nodes import Expr, Policy
 from kvdsl.passes.columns import add_columns
 
 from .policies import (
@@ -51,7 +51,7 @@ SLOTS = st.sampled_from(
         POSITION,
         read("age"),
         read("observed"),
-        Random(),
+        call("random"),
         NORM1_V,
         over("max", "dim", binary(K, "*", K)),
         over("mean", "dim", V),
@@ -110,7 +110,7 @@ MATCHES = st.sampled_from(
     [
         DOT,
         POSITION,
-        Random(),
+        call("random"),
         over_sketch("sum", binary(Q, "*", K)),
         binary(DOT, "-", over("max", "dim", over_page("max", K))),
     ]

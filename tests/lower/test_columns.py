@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdsl.ir.nodes import Axis, ColumnRef, Input, Number, ParamRef, Pool, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, ColumnRef, Input, Number, ParamRef, Reduce, call
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.columns import add_columns
 from tests.lower.policies import checked, lowered
@@ -30,7 +30,7 @@ def test_what_is_over_the_last_queries_reads_a_ring(op: str) -> None:
     policy = lowered(f"score {op}(attn {over})")
     (column,) = policy.columns
     assert (column.name, column.rule, column.body, column.size) == ("attn_ring", "ring", ATTN, ParamRef(name="a"))
-    assert policy.score == RingRef(name="attn_ring", op=op)  # type: ignore[arg-type]
+    assert policy.score == ColumnRef(name="attn_ring", op=op)  # type: ignore[arg-type]
 
 
 def test_one_history_serves_all_that_look_at_it_alike() -> None:
@@ -50,7 +50,7 @@ def test_rings_come_last_and_tokens_first() -> None:
 
 def test_a_pool_stays_and_what_it_pools_reads_columns() -> None:
     policy = lowered("score max_pool(sum(attn over last 4 queries), 7)")
-    assert policy.score == Pool(op="max", body=RingRef(name="attn_ring", op="sum"), size=Number(value=7))
+    assert policy.score == call("max_pool", ColumnRef(name="attn_ring", op="sum"), Number(value=7))
 
 
 def test_a_selection_reads_no_columns() -> None:
@@ -73,8 +73,8 @@ def test_what_looks_at_other_tokens_is_not_the_token_s_own(score: str) -> None:
 def test_a_token_s_own_value_is_a_column_inside_of_what_looks_at_others() -> None:
     policy = lowered("score norm2(k) - mean(norm2(k) over slots)")
     assert [column.rule for column in policy.columns] == ["token"]
-    assert isinstance(policy.score.right, Reduce)  # type: ignore[union-attr]
-    assert policy.score.right.axis is Axis.SLOT  # type: ignore[union-attr]
+    assert isinstance(policy.score.args[1], Reduce)  # type: ignore[union-attr]
+    assert policy.score.args[1].axis is Axis.SLOT  # type: ignore[union-attr]
 
 
 def test_long_names_end_with_a_whole_word() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvdsl.compiler import analyse
 from kvdsl.interp.evaluate import Scope, evaluate_number
-from kvdsl.ir.nodes import Binary, Call, Expr, Number, ParamRef
+from kvdsl.ir.nodes import Call, Expr, Number, ParamRef, call
 from kvdsl.lower.cpp_expressions import CountPrinter, SlotPrinter
 from kvdsl.lower.torch_expressions import NumberPrinter, TensorPrinter
 from kvdsl.passes.columns import add_columns
@@ -64,15 +64,15 @@ def test_scores_print_as_one_would_write_them(score: str) -> None:
 
 
 _LEAVES = st.one_of(
-    st.integers(-4, 4).map(lambda n: Number(value=abs(n)) if n >= 0 else Call(function="neg", args=(Number(value=-n),))),
+    st.integers(-4, 4).map(lambda n: Number(value=abs(n)) if n >= 0 else call("neg", Number(value=-n))),
     st.sampled_from(["a", "b"]).map(lambda name: ParamRef(name=name)),
 )
 _OPERATORS = ["+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
 
 
 def _grow(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
-    binary = st.builds(lambda op, a, b: Binary(op=op, left=a, right=b), st.sampled_from(_OPERATORS), inner, inner)
-    unary = st.builds(lambda f, a: Call(function=f, args=(a,)), st.sampled_from(["neg", "abs", "floor", "not"]), inner)
+    binary = st.builds(call, st.sampled_from(_OPERATORS), inner, inner)
+    unary = st.builds(call, st.sampled_from(["neg", "abs", "floor", "not"]), inner)
     return st.one_of(binary, unary)
 
 
@@ -95,14 +95,12 @@ def test_printed_numbers_mean_what_the_interpreter_says(expr: Expr) -> None:
 def _no_constants(expr: Expr) -> Expr:
     """Literals multiplied by a param that is one: what is printed is tensors all the way down."""
     if isinstance(expr, Number):
-        return Binary(op="*", left=ParamRef(name="one"), right=expr)
-    if isinstance(expr, Binary):
-        return Binary(op=expr.op, left=_no_constants(expr.left), right=_no_constants(expr.right))
+        return call("*", ParamRef(name="one"), expr)
     if isinstance(expr, Call):
-        return Call(function=expr.function, args=tuple(_no_constants(arg) for arg in expr.args))
+        return call(expr.op, *map(_no_constants, expr.args))
     return expr
 
 
 def test_counts_are_doubles_in_cpp() -> None:
-    half = Binary(op="/", left=Number(value=1), right=Number(value=2))
+    half = call("/", Number(value=1), Number(value=2))
     assert CountPrinter()(half).text == "1.0 / 2.0"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse
-from kvdsl.ir.nodes import Axis, Binary, Input, Keep, LayerRange, Number, ParamRef, Reduce, Select, Sketch
+from kvdsl.ir.nodes import Axis, Input, Keep, LayerRange, Number, ParamRef, Reduce, Select, Sketch, call
 from kvdsl.ir.printer import print_expression, print_keep, print_policy
 from tests.diagnostics.expect import body, check, only, policy
 
@@ -67,7 +67,7 @@ def test_statements(statement: str, field: str, value: object) -> None:
 def test_blocks() -> None:
     checked = policy("param n = 128", *BUDGET, "prefill blocks of 2 * n")
     assert checked.prefill == "blocks"
-    assert checked.prefill_block == Binary(op="*", left=Number(value=2), right=ParamRef(name="n"))
+    assert checked.prefill_block == call("*", Number(value=2), ParamRef(name="n"))
 
 
 def test_budgets_across_heads() -> None:
@@ -110,12 +110,12 @@ def test_inherited_statements_are_changed_by_override(
 
 def test_a_policy_that_selects() -> None:
     checked = policy("param tokens = 64", SKETCH, "select top tokens by dot(q, k over sketch) in layers 2..layers - 1")
-    product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+    product = call("*", Input(name="q"), Input(name="k"))
     assert checked.select == Select(
         count=ParamRef(name="tokens"),
         by=Reduce(op="sum", axis=Axis.DIM, body=product, within="sketch"),
         low=Number(value=2),
-        high=Binary(op="-", left=Input(name="layers"), right=Number(value=1)),
+        high=call("-", Input(name="layers"), Number(value=1)),
     )
     assert checked.sketch is not None
     assert checked.sketch == Sketch(count=Number(value=8), by=checked.sketch.by, every=Number(value=16))

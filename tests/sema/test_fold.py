@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Input, Number
+from kvdsl.ir.nodes import Expr, Input, Number, call
 from kvdsl.ir.printer import print_expression
 from kvdsl.passes.fold import fold, fold_expression, value_of
 from tests.diagnostics.expect import policy
@@ -76,11 +76,9 @@ OPERATORS = ["+", "-", "*", "/", "%", "**", "<", "<=", ">", ">=", "==", "!=", "a
 
 
 def _grown(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
-    binary = st.builds(
-        lambda op, left, right: Binary(op=op, left=left, right=right), st.sampled_from(OPERATORS), inner, inner
-    )
+    binary = st.builds(lambda op, left, right: call(op, left, right), st.sampled_from(OPERATORS), inner, inner)
     names = st.sampled_from(["neg", "not", "abs", "sqrt", "exp", "log", "floor", "ceil"])
-    return binary | st.builds(lambda name, arg: Call(function=name, args=(arg,)), names, inner)
+    return binary | st.builds(call, names, inner)
 
 
 @given(st.recursive(NUMBERS | st.just(Input(name="age")), _grown, max_leaves=20))

@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse, find_policy, shipped_policies
-from kvdsl.ir.nodes import Axis, Binary, Call, Input, Keep, Number, Param, ParamRef, Random, Reduce
+from kvdsl.ir.nodes import Axis, Input, Keep, Number, Param, ParamRef, Reduce, call
 from kvdsl.ir.printer import print_policy
 from kvdsl.source import SourceFile
 
 BUDGET = ParamRef(name="budget")
 ATTN = Input(name="attn")
 SUM_ATTN = Reduce(op="sum", axis=Axis.QUERY, body=ATTN)
-HALF = Binary(op="/", left=Input(name="budget"), right=Number(value=2))
+HALF = call("/", Input(name="budget"), Number(value=2))
 LAST_1 = Keep(scope="last", count=Number(value=1))
 P_BUDGET = Param(name="budget", default=Number(value=512))
 P_RECENT = Param(name="recent", default=HALF)
 KEEP_RECENT = Keep(scope="last", count=ParamRef(name="recent"))
-NORM1_V = Reduce(op="sum", axis=Axis.DIM, body=Call(function="abs", args=(Input(name="v"),)))
+NORM1_V = Reduce(op="sum", axis=Axis.DIM, body=call("abs", Input(name="v")))
 POSITION = Input(name="position")
 
 EXPECTED = {
     "full": ("Full", (), None, None, ()),
-    "random": ("Random", (P_BUDGET,), BUDGET, Random(), ()),
+    "random": ("Random", (P_BUDGET,), BUDGET, call("random"), ()),
     "window": ("Window", (P_BUDGET,), BUDGET, POSITION, (LAST_1,)),
     "streaming_llm": (
         "StreamingLLM",
@@ -40,7 +40,7 @@ EXPECTED = {
         Reduce(
             op="sum",
             axis=Axis.QUERY,
-            body=Binary(op=">", left=ATTN, right=Reduce(op="mean", axis=Axis.SLOT, body=ATTN)),
+            body=call(">", ATTN, Reduce(op="mean", axis=Axis.SLOT, body=ATTN)),
         ),
         (KEEP_RECENT,),
     ),
@@ -59,7 +59,7 @@ EXPECTED = {
         "VATP_H2O",
         (P_BUDGET, P_RECENT, Param(name="sinks", default=Number(value=20))),
         BUDGET,
-        Binary(op="*", left=SUM_ATTN, right=NORM1_V),
+        call("*", SUM_ATTN, NORM1_V),
         (KEEP_RECENT, Keep(scope="first", count=ParamRef(name="sinks"))),
     ),
 }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvdsl.ir.nodes import Policy, RingRef
+from kvdsl.ir.nodes import ColumnRef, Policy
 from kvdsl.ir.printer import print_expression, print_policy
 from kvdsl.passes.fold import fold
 from tests.diagnostics.expect import body, check
@@ -90,4 +90,4 @@ def test_random_policies(score: str, form: str, number: str, statements: list[st
 
 
 def test_what_passes_make_is_readable() -> None:
-    assert print_expression(RingRef(name="attn_last_32", op="mean")) == "mean(attn_last_32)"
+    assert print_expression(ColumnRef(name="attn_last_32", op="mean")) == "mean(attn_last_32)"

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Fold, Input, Number, Other, ParamRef, Pool, Previous, Rank, Reduce
+from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Number, Other, ParamRef, Rank, Reduce, call
 from kvdsl.ir.printer import print_expression, print_policy
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
@@ -32,7 +32,7 @@ def test_ema() -> None:
 
 
 def test_folds() -> None:
-    step = Call(function="max", args=(Binary(op="*", left=Number(value=0.9), right=Previous()), ATTN))
+    step = call("max", call("*", Number(value=0.9), PREVIOUS), ATTN)
     expected = Fold(body=step, start=Number(value=0))
     assert score("fold(max(0.9 * prev, attn), 0)") == score("fold(max(0.9 * prev, attn) over queries, 0)") == expected
     assert print_expression(expected) == "fold(max(0.9 * prev, attn), 0)"
@@ -43,11 +43,9 @@ def test_folds() -> None:
 
 
 def test_pools() -> None:
-    expected = Pool(op="max", body=Reduce(op="sum", axis=Axis.QUERY, body=ATTN), size=Number(value=7))
+    expected = call("max_pool", Reduce(op="sum", axis=Axis.QUERY, body=ATTN), Number(value=7))
     assert score("max_pool(sum(attn), 7)") == expected
-    assert score("-mean_pool(age, prompt)") == Call(
-        function="neg", args=(Pool(op="mean", body=Input(name="age"), size=Input(name="prompt")),)
-    )
+    assert score("-mean_pool(age, prompt)") == call("neg", call("mean_pool", Input(name="age"), Input(name="prompt")))
 
 
 def test_pages() -> None:
@@ -84,7 +82,7 @@ def test_ranks() -> None:
 
 def test_others() -> None:
     key, other = Input(name="k"), Other(body=Input(name="k"))
-    product = Reduce(op="sum", axis=Axis.DIM, body=Binary(op="*", left=key, right=other))
+    product = Reduce(op="sum", axis=Axis.DIM, body=call("*", key, other))
     assert axes_of(product) == {Axis.SLOT, Axis.OTHER}
     assert score("max(dot(k, other(k)) over others)") == Reduce(op="max", axis=Axis.OTHER, body=product)
     vectors = "norm2(mean(k - other(k) over others))"

@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvdsl.ir import ops
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Policy, Reduce
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Policy, Reduce, call, is_call
 from kvdsl.ir.visitors import children, rewrite, walk, with_policy
 from kvdsl_lab.search.space import BUDGET, Bounds
 
@@ -39,10 +39,10 @@ def new_slot(rng: Random, depth: int = 2) -> Expr:
     if depth == 0 or rng.random() < 0.6:
         return rng.choice((_reduced, _reduced, _reduced, _of_token, _plain))(rng, depth)
     if rng.random() < 0.2:
-        return Call(function=rng.choice(("max", "min")), args=(new_slot(rng, depth - 1), new_slot(rng, depth - 1)))
+        return call(rng.choice(("max", "min")), new_slot(rng, depth - 1), new_slot(rng, depth - 1))
     right = Number(value=rng.choice(LITERALS)) if rng.random() < 0.4 else new_slot(rng, depth - 1)
     op = "**" if isinstance(right, Number) and rng.random() < 0.5 else rng.choice(ARITHMETIC)
-    return Binary(op=op, left=new_slot(rng, depth - 1), right=right)
+    return call(op, new_slot(rng, depth - 1), right)
 
 
 def new_query_slot(rng: Random, depth: int = 1) -> Expr:
@@ -51,13 +51,13 @@ def new_query_slot(rng: Random, depth: int = 1) -> Expr:
         return ATTN
     kind, right = rng.randrange(4), Number(value=rng.choice(LITERALS))
     if kind == 0:
-        return Binary(op=rng.choice((">", ">=")), left=ATTN, right=Binary(op="*", left=right, right=MEAN_ATTN))
+        return call(rng.choice((">", ">=")), ATTN, call("*", right, MEAN_ATTN))
     if kind == 1:
-        return Binary(op="**", left=new_query_slot(rng, depth - 1), right=right)
+        return call("**", new_query_slot(rng, depth - 1), right)
     if kind == 2:
-        return Binary(op=rng.choice(("*", "/")), left=new_query_slot(rng, depth - 1), right=_of_token(rng, depth))
+        return call(rng.choice(("*", "/")), new_query_slot(rng, depth - 1), _of_token(rng, depth))
     other = rng.choice((MEAN_ATTN, Reduce(op="max", axis=Axis.SLOT, body=ATTN)))
-    return Call(function="min", args=(ATTN, other)) if rng.random() < 0.5 else Binary(op="/", left=ATTN, right=other)
+    return call("min", ATTN, other) if rng.random() < 0.5 else call("/", ATTN, other)
 
 
 def _reduced(rng: Random, depth: int) -> Expr:
@@ -70,9 +70,9 @@ def _of_token(rng: Random, _: int) -> Expr:
     """A norm of the token's key or value."""
     vector = Input(name=rng.choice(("k", "v", "v")))
     if rng.random() < 0.5:
-        return Reduce(op=rng.choice(("sum", "max")), axis=Axis.DIM, body=Call(function="abs", args=(vector,)))
-    squares = Reduce(op="sum", axis=Axis.DIM, body=Binary(op="*", left=vector, right=vector))
-    return Call(function="sqrt", args=(squares,))
+        return Reduce(op=rng.choice(("sum", "max")), axis=Axis.DIM, body=call("abs", vector))
+    squares = Reduce(op="sum", axis=Axis.DIM, body=call("*", vector, vector))
+    return call("sqrt", squares)
 
 
 def _plain(rng: Random, _: int) -> Expr:
@@ -90,7 +90,7 @@ def _protected(rng: Random, scope: str) -> Expr:
     """How many: sinks are a number, what grows with the budget is a share of it."""
     if scope == "first" or rng.random() < 0.3:
         return Number(value=rng.choice(COUNTS))
-    return Binary(op="*", left=BUDGET, right=Number(value=rng.choice(SHARES)))
+    return call("*", BUDGET, Number(value=rng.choice(SHARES)))
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
@@ -150,13 +150,15 @@ def wrap_node(rng: Random, parents: Sequence[Policy]) -> Policy | None:
     found = [(place, expr) for place, expr in places(parents[0], lambda expr: axes_of(expr) == {Axis.SLOT}) if _ranks(place)]
     place, expr = rng.choice(found)
     other = new_slot(rng, 0) if rng.random() < 0.7 else Number(value=rng.choice(LITERALS))
-    return replaced(parents[0], place, Binary(op=rng.choice((*ARITHMETIC, "*")), left=expr, right=other))
+    return replaced(parents[0], place, call(rng.choice((*ARITHMETIC, "*")), expr, other))
 
 
 def unwrap_node(rng: Random, parents: Sequence[Policy]) -> Policy | None:
     """An operand in the place of its operation."""
     found = [
-        (place, expr) for place, expr in places(parents[0], lambda expr: isinstance(expr, (Binary, Call))) if _ranks(place)
+        (place, expr)
+        for place, expr in places(parents[0], lambda expr: isinstance(expr, Call) and bool(expr.args))
+        if _ranks(place)
     ]
     if not found:
         return None
@@ -167,11 +169,11 @@ def unwrap_node(rng: Random, parents: Sequence[Policy]) -> Policy | None:
 
 def change_operation(rng: Random, parents: Sequence[Policy]) -> Policy | None:
     """Another reduction over queries, or another operator."""
-    found = places(parents[0], lambda expr: isinstance(expr, (Binary, Reduce)))
+    found = places(parents[0], lambda expr: is_call(expr, *ops.OPERATORS) or isinstance(expr, Reduce))
     if not found:
         return None
     place, expr = rng.choice(found)
-    if isinstance(expr, Binary):
+    if isinstance(expr, Call):
         return replaced(parents[0], place, expr.model_copy(update={"op": rng.choice(ARITHMETIC)}))
     if not isinstance(expr, Reduce) or expr.axis is not Axis.QUERY:
         return None
@@ -225,7 +227,7 @@ def cross_expressions(rng: Random, parents: Sequence[Policy]) -> Policy | None:
     given = [expr for place, expr in places(other, lambda expr: axes_of(expr) == {Axis.SLOT}) if _ranks(place)]
     new = rng.choice(given)
     place, expr = rng.choice([found for found in places(one, lambda expr: axes_of(expr) == {Axis.SLOT}) if _ranks(found[0])])
-    return replaced(one, place, new if rng.random() < 0.5 else Binary(op=rng.choice(ARITHMETIC), left=expr, right=new))
+    return replaced(one, place, new if rng.random() < 0.5 else call(rng.choice(ARITHMETIC), expr, new))
 
 
 def _ranks(place: Place) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
-from kvdsl.ir.ops import COMPARISONS, LOGICAL
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Reduce, call, is_call
+from kvdsl.ir.ops import COMPARISONS, FUNCTIONS, LOGICAL, OPERATORS
 from kvdsl.ir.printer import print_expression, print_keep, print_policy
 from kvdsl.ir.visitors import children, expressions, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold, fold_expression, value_of
@@ -155,13 +155,12 @@ def ranked(expr: Expr) -> Expr:
 
 def _inside(expr: Expr) -> Expr | None:
     """What a rising function of one value is of; None if the expression is none."""
-    if isinstance(expr, Call) and (
-        expr.function == "exp" or (expr.function in ("sqrt", "log") and nonnegative(expr.args[0]))
-    ):
+    if is_call(expr, "exp") or (is_call(expr, "sqrt", "log") and nonnegative(expr.args[0])):
         return expr.args[0]
-    if isinstance(expr, Binary):
-        if expr.op == "**" and isinstance(expr.right, Number) and expr.right.value > 0 and nonnegative(expr.left):
-            return expr.left
+    if is_call(expr, *OPERATORS):
+        left, right = expr.args
+        if expr.op == "**" and isinstance(right, Number) and right.value > 0 and nonnegative(left):
+            return left
         plain = _without_numbers(expr, ("+", "-")) if expr.op in ("+", "-") else _without_numbers(expr, ("*", "/"))
         return None if plain == expr else plain
     return None
@@ -169,31 +168,32 @@ def _inside(expr: Expr) -> Expr | None:
 
 def _without_numbers(expr: Expr, ops: tuple[str, str]) -> Expr:
     """A sum without its numbers, or a product without those above 0: it orders as before."""
-    if not isinstance(expr, Binary) or expr.op not in ops:
+    if not is_call(expr, *ops):
         return expr
-    left, right = _without_numbers(expr.left, ops), _without_numbers(expr.right, ops)
+    left, right = (_without_numbers(side, ops) for side in expr.args)
     sums, inverse = ops[0] == "+", expr.op == ops[1]
     if isinstance(right, Number) and (sums or right.value > 0):
         return left
     if isinstance(left, Number) and not inverse and (sums or left.value > 0):
         return right
-    return Binary(op=expr.op, left=left, right=right)
+    return call(expr.op, left, right)
 
 
 def ordered(expr: Expr) -> Expr:
     """The expression with commuting operands in one order, without what changes nothing, and with factors outside of reductions."""
-    if isinstance(expr, Binary):
-        return fold_expression(_ordered_binary(expr.op, ordered(expr.left), ordered(expr.right)))
+    if is_call(expr, *OPERATORS):
+        return fold_expression(_ordered_binary(expr.op, *map(ordered, expr.args)))
     if isinstance(expr, Call):
         args = [ordered(arg) for arg in expr.args]
-        if expr.function in _COMMUTES:
+        if expr.op in _COMMUTES:
             args.sort(key=_order)
-        return fold_expression(Call(function=expr.function, args=tuple(args)))
+        return fold_expression(call(expr.op, *args))
     if isinstance(expr, Reduce):
         body = ordered(expr.body)
-        factor = body.left if isinstance(body, Binary) and body.op == "*" and expr.op != "var" else None
-        if isinstance(body, Binary) and isinstance(factor, Number) and factor.value > 0:
-            return Binary(op="*", left=factor, right=expr.model_copy(update={"body": body.right}))
+        if is_call(body, "*") and expr.op != "var":
+            factor, rest = body.args
+            if isinstance(factor, Number) and factor.value > 0:
+                return call("*", factor, expr.model_copy(update={"body": rest}))
         return expr.model_copy(update={"body": body})
     return expr
 
@@ -214,7 +214,7 @@ def _ordered_binary(op: str, left: Expr, right: Expr) -> Expr:
         left, right = right, left
     if (op == "*" and left == ONE) or (op == "+" and left == ZERO):
         return right
-    return left if (op == "**" and right == ONE) or (op == "-" and right == ZERO) else Binary(op=op, left=left, right=right)
+    return left if (op == "**" and right == ONE) or (op == "-" and right == ZERO) else call(op, left, right)
 
 
 def degree(expr: Expr) -> float | None:
@@ -227,22 +227,22 @@ def degree(expr: Expr) -> float | None:
     if isinstance(expr, Reduce):
         inner = degree(expr.body)
         return 2 * inner if inner is not None and expr.op == "var" else inner
-    if isinstance(expr, Binary):
-        left, right = degree(expr.left), degree(expr.right)
+    if is_call(expr, *OPERATORS):
+        left, right = map(degree, expr.args)
         if left is None or right is None:
             return None
         if expr.op == "**":
-            return left * expr.right.value if isinstance(expr.right, Number) else None
+            return left * expr.args[1].value if isinstance(expr.args[1], Number) else None
         if expr.op in ("*", "/"):
             return left + right if expr.op == "*" else left - right
         if left != right:
             return None
         return 0.0 if expr.op in COMPARISONS or expr.op in LOGICAL else left
-    if isinstance(expr, Call):
+    if is_call(expr, *FUNCTIONS):
         found = {degree(arg) for arg in expr.args}
-        linear = expr.function in ("max", "min", "abs", "neg") and len(found) == 1
+        linear = expr.op in ("max", "min", "abs", "neg") and len(found) == 1
         return found.pop() if linear else 0.0 if found == {0.0} else None
-    return 0.0 if isinstance(expr, (Number, ParamRef, Random)) else None
+    return 0.0 if isinstance(expr, (Number, ParamRef)) or is_call(expr, "random") else None
 
 
 def _of_all_queries(expr: Reduce) -> bool:
@@ -260,16 +260,14 @@ def nonnegative(expr: Expr) -> bool:
         return expr.value >= 0
     if isinstance(expr, Input):
         return expr.name in ("attn", "age", "position", "observed", "live", "budget", "prompt")
-    if isinstance(expr, Call):
-        return expr.function in ("abs", "exp", "sqrt", "not") or (
-            expr.function in ("max", "min") and all(nonnegative(arg) for arg in expr.args)
-        )
+    if is_call(expr, *FUNCTIONS):
+        return expr.op in ("abs", "exp", "sqrt", "not") or (expr.op in ("max", "min") and all(map(nonnegative, expr.args)))
     if isinstance(expr, Reduce):
         return expr.op in ("std", "var") or nonnegative(expr.body)
-    if isinstance(expr, Binary):
-        if expr.op == "*" and expr.left == expr.right:
+    if is_call(expr, *OPERATORS):
+        if expr.op == "*" and expr.args[0] == expr.args[1]:
             return True
-        return expr.op not in ("-", "**", "%") and nonnegative(expr.left) and nonnegative(expr.right)
+        return expr.op not in ("-", "**", "%") and all(map(nonnegative, expr.args))
     return False
 
 
