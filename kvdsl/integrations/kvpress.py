@@ -26,8 +26,8 @@ from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
 from kvdsl.loading import load
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import check_name
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.supplied import in_rows, refuse_unknown
 

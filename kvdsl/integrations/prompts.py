@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.given import param
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.order import FREE, ranks
 
 

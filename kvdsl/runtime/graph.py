@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
@@ -64,7 +64,7 @@ def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
         "layer": state.layer,
         "head_offset": state.head_offset,
         "seed": state.seed,
-        "ring_sizes": state.ring_sizes,
+        "ring_sizes": state.column_index.ring_sizes,
         "evicts": state.evicts,
         "selects": state.selects,
         "even": state.even,

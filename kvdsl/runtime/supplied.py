@@ -11,7 +11,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.call import AttentionCall
+    from kvdsl.runtime.backend import AttentionCall
     from kvdsl.runtime.spec import PolicySpec
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.gpu.backend import TritonBackend
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.torch import dense
 from kvdsl_lab.bench import baselines, prefill
 from kvdsl_lab.bench.baselines import Cache, Token
@@ -161,7 +161,7 @@ def _after_a_prompt(spec: PolicySpec, shape: Shape, setting: Setting, tokens: li
     wide = (shape.batch, shape.kv_heads * shape.group, shape.live, shape.head_dim)
     narrow = (shape.batch, shape.kv_heads, shape.live, shape.head_dim)
     query, key, value = (torch.randn(size, device=setting.device).to(shape.torch_dtype) for size in (wide, narrow, narrow))
-    state.reserves = True
+    state.room.reserves = True
     backend.prefill(state, AttentionCall(query, key, value, None, shape.head_dim**-0.5))
     for token in tokens[:3]:
         backend.decode(state, as_call(state, token))

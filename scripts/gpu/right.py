@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.layout import SlotAfterSlot
-from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.backend import TorchBackend
 from scripts.gpu.setting import (
     HAS_TRANSFORMERS,
@@ -229,7 +229,7 @@ def prompted(spec: PolicySpec, setting: Setting) -> Iterator[str]:
         backend.prefill(state, AttentionCall(*tensors, real=None, scaling=shape.head_dim**-0.5))
         expected = statistics_of(*tensors[:2])
         order = state.position.argsort(-1)[..., -shape.length :]  # nothing was evicted; free slots come first
-        for name, column in state.single_columns(state.columns).items():
+        for name, column in state.column_index.single(state.columns).items():
             if name not in expected:
                 continue
             off = (column.gather(-1, order).double() - expected[name]).abs() / expected[name].clamp(min=1)

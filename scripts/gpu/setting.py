@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl_lab.bench import prefill

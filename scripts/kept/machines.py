@@ -18,14 +18,12 @@ from kvdsl.interp import Call, Layer, resolve_heads
 from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.choices import hand_over
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import introduce, slot_state
 from kvdsl.runtime.tensors import Tensors
 from kvdsl.runtime.torch.backend import TorchBackend
-from kvdsl.runtime.torch.eviction import Together
 from kvdsl.tensorfile import Stored, written
 
 from .texts import DIMS, GROUP, HEADS, Array, Forward, Subject, forwards, tensors
@@ -173,11 +171,7 @@ def served(
     """Every forward of a text on a backend, or the first ones; nothing is said of what it attended to but by the output."""
     given = dict.fromkeys(spec.params) | subject.given(text)
     states = [slot_state(spec, given, layer=layer, layers=subject.layers) for layer in range(subject.layers)]
-    if spec.victims == "layers" or spec.across_layers:
-        together = Together()
-        for state in states:
-            together.join(state)
-    hand_over(states)
+    introduce(states)
     rope = Rope(torch.from_numpy(PAIRS), "half", 0)
     made = []
     for forward in forwards(subject, text, shaken)[:most]:

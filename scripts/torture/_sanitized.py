@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import STAGES, CpuBackend, _library
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from scripts.torture._policies import POLICIES
 
 SMALL = {"budget": 40.0, "tokens": 20.0, "dims": 4.0, "block": 7.0, "R": 5.0, "sigma": 3.0, "delta": 2.0}

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend, _one_by_one
 from scripts.torture.registry import Counts, Progress, attack
@@ -61,7 +61,7 @@ class Shadow:
 
     def __init__(self, backend: Any, state: SlotState) -> None:
         self.backend, self.state = backend, state
-        columns = state.single_columns(state.columns)
+        columns = state.column_index.single(state.columns)
         self.sums, self.squares = (columns[name][0].double().numpy() for name in ("sum_attn", "sum_attn_squared"))
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
@@ -86,7 +86,7 @@ class Shadow:
 
     def drift(self) -> float:
         """How far the backend's columns lie from these, relatively, at most."""
-        columns, held = self.state.single_columns(self.state.columns), (self.state.position[0] >= 0).numpy()
+        columns, held = self.state.column_index.single(self.state.columns), (self.state.position[0] >= 0).numpy()
         pairs = ((columns["sum_attn"], self.sums), (columns["sum_attn_squared"], self.squares))
         far = [np.abs(column[0].double().numpy() - exact)[held] / exact[held] for column, exact in pairs]
         return float(np.max(far))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.build.cxx import DRIVER, EXACT, FLAGS, INCLUDE
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend, _prompt_args
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.prompt import Prompt
 

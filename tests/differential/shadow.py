@@ -379,7 +379,7 @@ class Shadow:
         return int(at_least_one(self._number(column.size)))
 
     def ring_places(self, column: Column, newest: int | None = None) -> Mask:
-        """Which places of a ring hold what a query that saw the slot gave, [n, N]: `kvdsl.runtime.torch.rings` in NumPy."""
+        """Which places of a ring hold what a query that saw the slot gave, [n, N]: `kvdsl.runtime.state.columns` in NumPy."""
         size, newest = self.ring_size(column), self.seen - 1 if newest is None else newest
         writer = newest - (newest - np.arange(size)) % size
         position, window = self.position[:, None], self.machine.call.window

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.angles import NEAR_TURNS, Angles, angles
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.order import FREE, ranks

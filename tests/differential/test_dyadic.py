@@ -14,7 +14,7 @@ import torch
 from kvdsl.interp.head import Head
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu import backend as cpu_backend
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState

@@ -23,7 +23,8 @@ from kvdsl.ir.printer import print_policy
 from kvdsl.lower import cpp_expressions, torch_expressions, triton_expressions
 from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula
-from kvdsl.runtime.torch import columns, masked, neighbours, statistics, view
+from kvdsl.runtime.state import order
+from kvdsl.runtime.torch import columns, numerics, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
@@ -97,7 +98,7 @@ def test_the_parts_of_a_reduction_are_what_it_means(op: str) -> None:
 
 def test_the_torch_backend_has_what_lowering_says() -> None:
     can = torch_expressions.CAN.reduces
-    assert {*can["history"], *can["slots"], *can["sketch"]} == masked.MASKED.keys()
+    assert {*can["history"], *can["slots"], *can["sketch"]} == numerics.MASKED.keys()
     assert set(can["queries"]) == columns.INITIAL.keys() | {"ring"}
     assert (
         pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == columns.INITIAL
@@ -129,9 +130,9 @@ def test_an_operation_without_a_row_is_an_error() -> None:
         Reduce(op="mode", axis=Axis.SLOT, body=Input(name="age"))
     x, visible = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(KeyError):
-        masked.masked_reduce("mode", x, visible, -1)
+        numerics.masked_reduce("mode", x, visible, -1)
     with pytest.raises(KeyError):
-        neighbours.pool("mode", torch.zeros(1, 1, 3), torch.arange(3).view(1, 1, 3), ~visible.unsqueeze(1), torch.tensor(3))
+        order.pool("mode", torch.zeros(1, 1, 3), torch.arange(3).view(1, 1, 3), ~visible.unsqueeze(1), torch.tensor(3))
 
 
 @pytest.mark.parametrize("target", PRINTERS)
@@ -167,7 +168,7 @@ def test_a_target_refuses_what_it_does_not_name(target: str, monkeypatch: pytest
 )
 def test_a_median_is_the_middle_one_of_what_is_visible(values: list[float], visible: list[int], expected: float) -> None:
     x, mask = torch.tensor([values]), torch.tensor([visible], dtype=torch.bool)
-    assert float(masked.masked_reduce("median", x, mask, -1)) == pytest.approx(expected, nan_ok=True)
+    assert float(numerics.masked_reduce("median", x, mask, -1)) == pytest.approx(expected, nan_ok=True)
     with np.errstate(invalid="ignore"):
         seen = [value for value, counts in zip(values, visible, strict=True) if counts]
         assert over_queries("median", seen) == pytest.approx(expected, nan_ok=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
@@ -213,8 +213,8 @@ def test_all_that_there_is_equals_dense_attention() -> None:
     for name in ("position", "columns", "seen", "numbers"):
         setattr(other, name, getattr(twins.states[0], name).clone())
     other.numbers = other.numbers[:, :0]
-    other.allocated = other.grows = True
-    other.filled = twins.states[0].filled
+    other.allocated = other.room.grows = True
+    other.room.filled = twins.states[0].room.filled
     for _ in range(3):
         call = twins.call(1)
         assert torch.equal(twins.backends[0].decode(twins.states[0], call), dense.decode(other, call))
@@ -270,7 +270,7 @@ def test_rows_move_with_what_is_kept_beside_their_keys(body: str) -> None:
         twins.shape = replace(twins.shape, batch=len(rows))
         twins.step()
     for state in twins.states:
-        state.repeat_rows(2)
+        state.select_rows(torch.tensor([0, 0]))
     twins.shape = replace(twins.shape, batch=2)
     twins.step()
     shared = twins.states[0].spec

@@ -10,8 +10,7 @@ import torch
 from kvdsl.compiler import compile_text
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
-from kvdsl.runtime.backend import Backend
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvdsl.runtime.torch.rounding import sqrt
+from kvdsl.runtime.torch.numerics import sqrt
 
 from .token_columns import ALONE, SIZES, TOGETHER, check, policy_of, repeated, spec_of
 

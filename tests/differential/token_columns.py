@@ -14,10 +14,10 @@ from kvdsl.compiler import analyse, find_policy
 from kvdsl.interp.evaluate import Scope, evaluate_slots
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 
 EVERYTHING = """kv 1
@@ -82,7 +82,7 @@ def repeated(spec: PolicySpec, backend: str, dtype: torch.dtype, key_dim: int, v
 def columns_of(state: SlotState) -> dict[str, Tensor]:
     """The columns that tokens have by themselves."""
     rules = dict(zip(state.spec.columns, state.spec.column_rules, strict=True))
-    return {name: x for name, x in state.single_columns(state.columns).items() if rules[name] == "token"}
+    return {name: x for name, x in state.column_index.single(state.columns).items() if rules[name] == "token"}
 
 
 def expected(policy: Policy, state: SlotState) -> dict[str, Tensor]:

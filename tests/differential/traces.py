@@ -27,12 +27,10 @@ from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
 from kvdsl.loading import class_in_memory
 from kvdsl.passes.columns import add_columns
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.choices import hand_over
-from kvdsl.runtime.state.layouts import slot_state
-from kvdsl.runtime.torch.eviction import Together
+from kvdsl.runtime.state.layers import introduce, slot_state
 
 from . import given as given_values
 from .inputs import INPUTS
@@ -199,11 +197,7 @@ class Run:
         ]
         for state in self.states:
             state.expected = trace.expected
-        if policy.victims == "layers" or policy.across_layers is not None:
-            together = Together()
-            for state in self.states:
-                together.join(state)
-        hand_over(self.states)
+        introduce(self.states)
         generator = torch.Generator().manual_seed(trace.seed)
         heads = trace.kv_heads * trace.group
         self.sinks = torch.randn(heads, generator=generator).to(trace.device) if trace.sinks else None
@@ -304,11 +298,11 @@ class Run:
                 index * self.trace.kv_heads :
             ]  # a head is what it holds, whatever the numbers
             keys, values, position = _array(state.keys), _array(state.values), state.position.cpu().numpy()
-            columns = {name: _array(x) for name, x in state.single_columns(state.columns).items()}
-            rings = {name: _array(x.movedim(0, -1)) for name, x in state.rings(state.columns).items()}
+            columns = {name: _array(x) for name, x in state.column_index.single(state.columns).items()}
+            rings = {name: _array(x.movedim(0, -1)) for name, x in state.column_index.rings(state.columns).items()}
             for b, row in enumerate(heads):
                 for h in range(self.trace.kv_heads):
-                    has_one = state.has_sketch and bool(state.seen[b])  # a row of padding alone has what came of that
+                    has_one = state.sketch.dim() > 1 and bool(state.seen[b])  # a row of padding alone has what came of that
                     sketch = state.sketch[b, h].cpu().numpy() if has_one else None
                     remembered = {name: x[b, h] for name, x in (columns | rings).items()}
                     chosen = None if sketch is None else sketch[sketch >= 0]

@@ -12,7 +12,7 @@ import torch
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import windows
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl_lab.eval import consistency, persistence
 from kvdsl_lab.eval.recording import Recording, record
 

@@ -13,7 +13,7 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import windows
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import sketch
 from kvdsl_lab.eval.recording import Recording

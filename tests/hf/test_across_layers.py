@@ -11,9 +11,9 @@ import torch
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.hf import zoo
 from tests.hf.test_eviction import kept

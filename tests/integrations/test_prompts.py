@@ -9,7 +9,7 @@ from torch import Tensor
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.prompts import Survivors, survivors
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend

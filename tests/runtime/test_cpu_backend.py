@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import DecodeArgs
 from kvdsl.runtime.cpu.backend import CpuBackend
+from kvdsl.runtime.cpu.prepared import DecodeArgs
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
@@ -57,7 +57,7 @@ def test_arguments_follow_the_tensors() -> None:
     assert pointed(state) == pointed(state) == own(state)
     other = copy.deepcopy(state)
     assert pointed(other) == own(other) != own(state)
-    state.repeat_rows(3)
+    state.select_rows(torch.tensor([0, 0, 0]))
     assert pointed(state) == own(state)
     state.select_rows(torch.tensor([0]))
     assert pointed(state) == own(state)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 from tests.runtime.test_prefill import LOGITS, ROUNDING, WATCH, Case, Matrix, served_by
 from tests.texts import spec_of
@@ -78,7 +78,7 @@ def test_prompts(name: str, backend: str, far: float) -> None:
             assert sure.double().mean() > 0.9
             assert torch.allclose(found[sure], matrix.out[sure], rtol=ROUNDING[case.dtype], atol=ROUNDING[case.dtype])
             held = state.position[row, head] >= 0
-            given = state.single_columns(state.columns)["sum_attn"][row, head, held].double()
+            given = state.column_index.single(state.columns)["sum_attn"][row, head, held].double()
             assert given.isfinite().all() and (given >= 0).all()
             unsure = float((~sure).double().mean(0).sum())
             assert float((given - matrix.column("sum_attn")).abs().max()) < 1e-3 + unsure
@@ -96,7 +96,7 @@ def test_decoded_tokens(backend: str, dtype: torch.dtype, far: float) -> None:
     server, state = served_by(spec, backend, dtype), SlotState(spec, {})
     server.prefill(state, call.part(slice(0, 50)))
     out = torch.cat([server.decode(state, call.part(slice(t, t + 1))) for t in range(50, 60)], 1)
-    given = state.single_columns(state.columns)["sum_attn"][0]
+    given = state.column_index.single(state.columns)["sum_attn"][0]
     for head in range(case.heads):
         matrix = Matrix(call, 0, head)
         sure = clear(matrix, None)[:, 50:]
@@ -119,7 +119,7 @@ def test_equal_logits_share(backend: str, far: float) -> None:
     means = call.value[0, 0].cumsum(0) / torch.arange(1, 41)[:, None]
     assert torch.allclose(out[0, :, 0], means, atol=1e-5)
     expected = (1 / torch.arange(1, 41.0)).flip(0).cumsum(0).flip(0)
-    assert torch.allclose(state.single_columns(state.columns)["sum_attn"][0, 0, :40], expected, rtol=1e-4)
+    assert torch.allclose(state.column_index.single(state.columns)["sum_attn"][0, 0, :40], expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("far", [1e9, 1e14])
@@ -154,6 +154,6 @@ def test_logits_themselves(backend: str) -> None:
     served_by(spec, backend, torch.float32).prefill(state, call)
     for head in range(case.heads):
         matrix = Matrix(call, 0, head)
-        found = state.single_columns(state.columns)["sum_logit"][0, head, :60].double()
+        found = state.column_index.single(state.columns)["sum_logit"][0, head, :60].double()
         size = matrix.logit.abs().sum(1).mean(0)
         assert ((found - matrix.column("sum_logit")).abs() <= 1e-5 * size).all()

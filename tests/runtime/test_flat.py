@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.flat import Flat
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
@@ -108,7 +107,7 @@ def test_beams(backend: str) -> None:
         run.steps(1, 2, 3)
         run.state.select_rows(torch.tensor([1, 1]))
         run.steps(4, 5)
-        run.state.repeat_rows(2)
+        run.state.select_rows(torch.tensor([0, 0, 1, 1]))
         run.steps(6, 7)
     assert_same(flat, padded)
 

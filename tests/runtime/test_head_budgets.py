@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf import KVCache
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.flat import Flat
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
@@ -128,7 +128,7 @@ def test_a_head_may_keep_everything(model: LlamaForCausalLM, policy: Path) -> No
         read(model, cache, tokens(1, seed=step))
     check(cache, [70, 70], [70, 70])
     small = SINKS + RECENT + 1
-    assert [layer.state.limit for layer in cache.layers] == [None, small, None]
+    assert [layer.state.room.limit for layer in cache.layers] == [None, small, None]
     assert all(layer.state.slots >= 70 for layer in (cache.layers[0], cache.layers[2]))
     assert len(cache.layers[0].state.layout.key_pool) == 2 * (cache.layers[0].state.slots + small)
 

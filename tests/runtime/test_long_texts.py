@@ -9,13 +9,13 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf.layer import MOST_TOKENS
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.hf import zoo
 from tests.quick import few

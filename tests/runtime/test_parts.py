@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.quick import thinned
 from tests.texts import spec_of

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import kvdsl
 from kvdsl.compiler import analyse
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
@@ -230,11 +230,11 @@ def matrix_of(case: Case, row: int, head: int) -> Matrix:
 def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None:
     place = {p: slot for slot, p in enumerate(state.position[row, head].tolist()) if p >= 0}
     order = [place[p] for p in range(len(matrix.attn))]  # nothing was evicted
-    for name, column in state.single_columns(state.columns).items():
+    for name, column in state.column_index.single(state.columns).items():
         if len(order):
             size = matrix.logit.abs().sum(1).mean(0) if name == "sum_logit" else None
             assert_close(column[row, head, order], matrix.column(name), TOLERANCE, f"{name} of row {row}, head {head}", size)
-    for ring in state.rings(state.columns).values():
+    for ring in state.column_index.rings(state.columns).values():
         for index in range(len(ring)):
             given, seen = matrix.ring(index)
             assert_close(ring[index, row, head, order][seen], given[seen], TOLERANCE, f"place {index} of the ring")

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Pairing, Rope
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 from tests.quick import few

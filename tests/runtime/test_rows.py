@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 
 ROPE = Rope(1.0 / 10_000 ** (torch.arange(16, dtype=torch.float64) / 16), "half")
 

@@ -9,10 +9,10 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.blocks import Blocks
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.order import in_text_order, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
@@ -43,8 +43,8 @@ def test_as_many_slots_as_the_budget_and_the_token_that_comes_in() -> None:
 @pytest.mark.parametrize(("device", "slots"), [("cpu", 13), ("cuda", 16)])
 def test_rows_of_slots_are_aligned_on_accelerators(device: str, slots: int) -> None:
     state = SlotState(kvdsl.load("h2o").spec, {"budget": 12})
-    state.evicts = True
-    assert state._limit(state.settings.resolve(torch.tensor([30])), torch.device(device)) == slots
+    state.room.plan(state.settings.resolve(torch.tensor([30])), 0, torch.device(device), evicts=True)
+    assert state.room.limit == slots
 
 
 def test_survivors_lie_in_text_order() -> None:
@@ -65,7 +65,7 @@ def test_whether_slots_lie_in_text_order(position: list[int], already: bool) -> 
 
 def test_an_unbounded_cache_grows_by_a_quarter() -> None:
     state, backend = prefilled("full", 1020), TorchBackend()
-    assert (state.slots, state.grows) == (1020, True)  # no more while later layers read the prompt
+    assert (state.slots, state.room.grows) == (1020, True)  # no more while later layers read the prompt
     before = state.keys.clone()
     backend.decode(state, call(1, 10))
     assert state.slots == 1344  # 1,030 tokens, a quarter more, in whole multiples of 64
@@ -89,7 +89,7 @@ def test_rows_move_in_place() -> None:
 
 def test_rows_repeat() -> None:
     state = prefilled("roco", 30, batch=2, budget=12)
-    state.repeat_rows(2)
+    state.select_rows(torch.tensor([0, 0, 1, 1]))
     assert state.seen.shape == (4,)
     assert torch.equal(state.columns[:, 0], state.columns[:, 1])
 
@@ -157,7 +157,7 @@ def live(state: SlotState) -> int:
 )
 def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_the_prompt: int, later: int) -> None:
     state = custom(body)
-    assert (state.slots, live(state), state.grows) == (slots, after_the_prompt, False)
+    assert (state.slots, live(state), state.room.grows) == (slots, after_the_prompt, False)
     where = [tensor.data_ptr() for tensor in state.tensors().values()]
     for step in range(12):
         TorchBackend().decode(state, call(1, 1, seed=step))
@@ -167,7 +167,7 @@ def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_
 
 def test_what_was_compressed_once_grows() -> None:
     state = custom("when prefill")
-    assert (state.slots, live(state), state.grows, state.evicts) == (8, 8, True, False)
+    assert (state.slots, live(state), state.room.grows, state.evicts) == (8, 8, True, False)
     for _ in range(7):
         TorchBackend().decode(state, call(1, 8))
     assert (state.slots, live(state)) == (64, 64)
@@ -179,7 +179,7 @@ def test_what_was_compressed_once_grows() -> None:
 
 def test_a_layer_that_does_not_evict_grows() -> None:
     state = custom("layers 1..")
-    assert (live(state), state.grows, state.evicts) == (30, True, False)
+    assert (live(state), state.room.grows, state.evicts) == (30, True, False)
 
 
 def test_a_prompt_in_blocks_never_holds_more_than_the_budget_and_a_block(
@@ -200,7 +200,7 @@ def test_a_prompt_in_blocks_never_holds_more_than_the_budget_and_a_block(
 
 def test_rings_are_as_long_as_the_longest_rows() -> None:
     state = custom("keep top 2 by max(attn over last prompt / 3 queries)")
-    assert state.ring_sizes == (10,)
+    assert state.column_index.ring_sizes == (10,)
     assert state.columns.shape == (11, 1, 2, 9)
     with pytest.raises(
         KvdslError, match=r"remembers a number of queries that depends on the prompt.* pass the prompt in one"
@@ -214,7 +214,7 @@ def test_rings_are_as_long_as_the_longest_rows() -> None:
 def grown(body: str, *, reserves: bool = False, batch: int = 1) -> tuple[SlotState, list[int]]:
     """A policy with a budget of 1,060 after a short prompt and 120 more tokens, and how many slots it had on the way."""
     state, backend = slot_state(spec_of(f"budget 1060\nscore sum(attn)\n{body}"), {}), TorchBackend()
-    state.reserves = reserves
+    state.room.reserves = reserves
     backend.prefill(state, call(batch, 1000))
     sizes = [state.slots]
     for step in range(4):
@@ -230,7 +230,9 @@ def test_a_large_budget_is_not_allocated_for_a_short_prompt(reserves: bool) -> N
         state.reserve()
     assert state.stays_fixed() == reserves
     TorchBackend().prefill(state, call(1, 18))
-    assert (state.slots, state.limit, state.grows) == ((100_001, 100_001, False) if reserves else (1024, 100_001, True))
+    assert (state.slots, state.room.limit, state.room.grows) == (
+        (100_001, 100_001, False) if reserves else (1024, 100_001, True)
+    )
     assert state.stays_fixed() == reserves
     state.reserve()
     assert (state.slots, state.stays_fixed()) == (100_001, True)
@@ -244,7 +246,7 @@ def test_a_budget_is_filled_by_growing(body: str, limit: int) -> None:
     """What is cached does not depend on when its slots were allocated."""
     ours, sizes = grown(body, batch=2)
     theirs, fixed = grown(body, batch=2, reserves=True)
-    assert (sizes[0], sizes[-1], ours.limit, ours.grows) == (1024, limit, limit, False)
+    assert (sizes[0], sizes[-1], ours.room.limit, ours.room.grows) == (1024, limit, limit, False)
     assert set(fixed) == {limit}
     assert live(ours) <= limit
     for name in ("position", "keys", "values", "seen"):
@@ -266,7 +268,7 @@ def test_a_history_that_only_prompts_ask_goes_with_them(backend: type[TorchBacke
     for decoded in (0, 3):
         state = SlotState(spec, {"budget": 40})
         serves.prefill(state, call(2, 60))
-        assert state.columns.shape[0] == 0 and state.rings(state.columns) == {}
+        assert state.columns.shape[0] == 0 and state.column_index.rings(state.columns) == {}
         for token in range(decoded):
             serves.decode(state, call(2, 1, seed=token + 1))
         assert state.columns.numel() == 0

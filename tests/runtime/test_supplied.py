@@ -11,7 +11,7 @@ from torch import Tensor
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_policy
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import in_rows, supplied_of

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
@@ -130,7 +129,7 @@ def test_slots_that_have_grown_since(backend: str) -> None:
     assert (found["position"][..., 50:] == -1).all()
     for name in ("position", "key_pool", "value_pool"):
         assert torch.equal(found[name][:, :, :50], before[name])
-    assert run.state.filled == 50
+    assert run.state.room.filled == 50
 
 
 def test_a_step_costs_what_it_says() -> None:

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import kvdsl
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.state.slots import SlotState

@@ -11,8 +11,8 @@ import torch
 import triton.language as tl
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl_lab.bench.decode import rotation

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu import backend, select
 from kvdsl.runtime.gpu.sizes import MAX_CHOOSERS, Sizes
 from tests.differential.test_selecting import PAGED, SELECTS, WATCHED, Shape, Twins, selecting

@@ -10,8 +10,8 @@ import torch
 
 import kvdsl
 from kvdsl.runtime import graph
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.test_compact import rope_of
 

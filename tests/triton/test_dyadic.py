@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu import ops
 from kvdsl.runtime.state.order import FREE

@@ -45,7 +45,7 @@ def test_prompts_and_decoded_tokens(name: str, far: float) -> None:
         assert torch.allclose(found[sure], matrix.out[sure], rtol=ROUNDING[case.dtype], atol=ROUNDING[case.dtype])
         place = {p: slot for slot, p in enumerate(state.position[row, 0].tolist()) if p >= 0}
         order = [place[p] for p in range(len(matrix.key))]
-        given = state.single_columns(state.columns)["sum_attn"][row, 0, order].double()
+        given = state.column_index.single(state.columns)["sum_attn"][row, 0, order].double()
         assert float((given - matrix.column("sum_attn")).abs().max()) < 1e-3 + float((~sure).double().mean(0).sum())
 
 
@@ -57,9 +57,9 @@ def test_equal_logits_share_what_a_decoded_token_gives() -> None:
     call = call._replace(query=one.expand_as(call.query).contiguous(), key=one.expand_as(call.key).contiguous())
     server = choose(spec, "triton", CPU, torch.float32)
     server.prefill(state, call.part(slice(0, 19)))
-    before = state.single_columns(state.columns)["sum_attn"].clone()
+    before = state.column_index.single(state.columns)["sum_attn"].clone()
     server.decode(state, call.part(slice(19, 20)))
-    gave = (state.single_columns(state.columns)["sum_attn"] - before)[0, 0, :19]
+    gave = (state.column_index.single(state.columns)["sum_attn"] - before)[0, 0, :19]
     assert torch.allclose(gave, torch.full((19,), 1 / 20), rtol=1e-3)
 
 

@@ -8,7 +8,7 @@ import torch
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu import backend
 from kvdsl.runtime.gpu.sizes import SETTLERS_PER_PROCESSOR
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.quick import few
 from tests.texts import spec_of

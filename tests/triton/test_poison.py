@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.layout import SlotAfterSlot
-from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
 from tests.quick import few

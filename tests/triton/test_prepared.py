@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl_lab.bench.decode import Shape
 from tests.triton.stub import BEFORE_ARGUMENTS, served, stub_driver

@@ -12,7 +12,7 @@ import pytest
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.backend import kernels_of
 from kvdsl.runtime.gpu.build import Shape, launched, parse_target
-from kvdsl.runtime.gpu.versions import check_release
+from kvdsl.runtime.gpu.launch import check_release
 from scripts import tritons
 from tests.differential.test_random import load
 

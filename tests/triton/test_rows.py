@@ -10,12 +10,12 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.gpu.rows import Rows
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
 
@@ -57,7 +57,7 @@ def call(tokens: int, batch: int, generator: torch.Generator, real: Tensor | Non
 
 def empty(spec: PolicySpec, given: dict[str, Any]) -> SlotState:
     state = slot_state(spec, dict.fromkeys(spec.params) | given)
-    state.longest = 64
+    state.room.longest = 64
     state.reserve()
     return state
 
@@ -89,8 +89,8 @@ def test_some_caches_of_many_are_what_each_is_alone(name: str) -> None:
         left, alone[number] = empty(spec, given), empty(spec, given)
         for one in (left, alone[number]):
             backend.prefill(one, prompt)
-        left.limit = left.slots + 15  # on a GPU slots are a multiple of 16, and a page's were counted on a CPU
-        left._extend(left.limit)
+        left.room.limit = left.slots + 15  # on a GPU slots are a multiple of 16, and a page's were counted on a CPU
+        left.extend()
         rows.put(torch.tensor([number]), left)
     asleep = state.position[[0, 3, 5]].clone()
     for numbers in ([4, 1, 6, 2], [6, 2], [1, 4, 2], [2], [6, 1, 4, 2]) * 2:

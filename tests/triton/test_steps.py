@@ -15,8 +15,8 @@ import triton.runtime.interpreter as interpreter
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu import launch as launching
 from kvdsl.runtime.gpu import prompt

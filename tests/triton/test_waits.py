@@ -12,10 +12,10 @@ import torch
 
 import kvdsl
 from kvdsl.runtime import graph
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf.layer import SlotLayer
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl_lab.bench.decode import rotation
 from kvdsl_lab.bench.shifting import twin
 from scripts.gpu import in_place
@@ -54,7 +54,7 @@ def test_a_prompt_waits_a_few_times(policy: str, pads: bool, monkeypatch: pytest
     """Whatever its rows and heads; without padding once, when everything else is under way."""
     spec = kvdsl.load(policy).spec
     state = slot_state(spec, {"budget": 36.0} if "budget" in spec.params else {})
-    state.reserves, prompt = True, call(PROMPT, pads)
+    state.room.reserves, prompt = True, call(PROMPT, pads)
     with torch.no_grad(), waiting(prompt, monkeypatch) as waits:
         choose(spec, "triton", CPU, torch.float32).prefill(state, prompt)
     assert len(waits.lines) <= (PROMPT_WAITS[policy] if pads else 1), "\n".join(waits.lines)
@@ -71,7 +71,7 @@ def test_a_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> Non
     spec = kvdsl.load(policy).spec
     given = GIVEN.get(policy, {"budget": 36.0} if "budget" in spec.params else {})
     state = slot_state(spec, given, layer=2, layers=4)
-    state.reserves = True
+    state.room.reserves = True
     server = choose(spec, "triton", CPU, torch.float32)
     server.prefill(state, call(PROMPT))
     server.decode(state, call(1))
@@ -86,7 +86,7 @@ def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatc
     """Nor does the operator, which serves a state of its own that adopts the tensors."""
     spec = kvdsl.load(policy).spec
     state = slot_state(spec, {"budget": 36.0}, layer=2, layers=4)
-    state.reserves = True
+    state.room.reserves = True
     server = choose(spec, "triton", CPU, torch.float32)
     server.prefill(state, call(PROMPT))
     token = call(1)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import EMPTY
 
 HEADS, DIM = 2, 16
 LONGEST = 4096
@@ -123,7 +123,7 @@ def test_what_steps_of_an_accelerator_keep_has_its_place_in_a_page(policy: str) 
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST, aligned=True)
     blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
     found.adopt(state, found.spread(blocks, state))
-    kept = {name: tensor for name, tensor in state.tensors().items() if name in copies.NAMES and tensor.numel()}
+    kept = {name: tensor for name, tensor in state.tensors().items() if name in EMPTY and tensor.numel()}
     assert kept
     Rows(NoBackend(), state, ROPE)  # type: ignore[arg-type]
     assert all(getattr(state, name) is tensor for name, tensor in kept.items())

@@ -21,8 +21,8 @@ from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan, traced
 from kvdsl.integrations.vllm.step import EveryOne, Step
 from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.page import Page
-from kvdsl.runtime.backend import Backend
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.order import FREE

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu.backend import TILE
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.rows import put
@@ -101,8 +101,7 @@ class Page:
             put(left, numbers, views, self.slots)
         for state in states:
             state.evicts, state.selects = left.evicts, left.selects
-            copies.forget(state)
-            copies.forget_halves(state)
+            state.forget_copies()
 
 
 @lru_cache
@@ -128,7 +127,7 @@ def page(
         if tensor.numel():
             parts[name] = at, tuple(tensor.shape), tensor.dtype
             at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return Page(parts, state.slots, state.ring_sizes, at)
+    return Page(parts, state.slots, state.column_index.ring_sizes, at)
 
 
 def _one_token_read(
@@ -138,15 +137,17 @@ def _one_token_read(
     states = [settings.state(layer, layers) for layer in range(layers)]
     refuse_layers(states)
     state = max(states, key=_most)
-    state.longest = longest
+    state.room.longest = longest
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
     if state.evicts and "prefill_block" in state.spec.numbers:
         # A prompt that ends in the midst of a block keeps what it has of it, until more comes.
-        state.widen(int(state.settings.named(state.numbers)["prefill_block"].max()) - 1)
+        state.room.widen(int(state.settings.named(state.numbers)["prefill_block"].max()) - 1)
+        state.extend()
     if aligned:
-        state.align()
+        state.room.align()
+        state.extend()
     state.selects = state.spec.selects  # in some layers; all pages have one size
     copies.keep(state, 1 if aligned else TILE)  # as `runtime.gpu.rows` wants it, and as C++ does
     if aligned:

@@ -11,7 +11,7 @@ from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 
 

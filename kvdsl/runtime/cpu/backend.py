@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
-from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, address, point, strides_of
-from kvdsl.runtime.cpu.prepared import Prepared
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.cpu.prepared import DecodeArgs, Prepared, PromptArgs, address, point, strides_of
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state import choices, copies
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.shared import choices_of
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import replacing, statistics
+from kvdsl.runtime.torch import statistics, tokens
 from kvdsl.runtime.torch.attention import in_rows
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
@@ -74,7 +74,7 @@ class CpuBackend:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._attend, self._evict)
         copies.keep_halves(state, call.rope)
-        if not state.grows:  # now, because a step in a graph could not leave what it allocates to the next
+        if not state.room.grows:  # now, because a step in a graph could not leave what it allocates to the next
             copies.keep(state, TILE)
         return out
 
@@ -115,7 +115,7 @@ class CpuBackend:
             seed=state.seed & 0xFFFFFFFF,
         )  # fmt: skip
         tensors = {
-            "position": position, "state": held.kept["columns"], "ring_rows": state.ring_rows(), "params": numbers,
+            "position": position, "state": held.kept["columns"], "ring_rows": state.column_index.ring_rows(), "params": numbers,
             "since": state.prompt_from, "seen": held.newest + 1, "real": held.rows,
             "constants": state.constants if state.spec.tensors is not None else None,
         }  # fmt: skip
@@ -129,7 +129,10 @@ class CpuBackend:
         step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        made, taken = choices.of_forward(state, tokens, query_heads // call.key.shape[1])
+        made = taken = None
+        if state.choices is not None:
+            count = choices_of(state.spec.group, query_heads // call.key.shape[1])
+            made, taken = state.choices.of_forward(state.layer, state.position, tokens, count)
         check(step.run(self._decode, call, out, seconds=self.seconds, made=made, taken=taken))
         if made is not None and state.choices is not None:
             state.choices.make_several(made)
@@ -137,9 +140,9 @@ class CpuBackend:
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
         """See `kvdsl.runtime.torch.backend.TorchBackend.replace`."""
-        replacing.check_text(state)
-        replacing.check_count(slots, call)
-        copies.forget(state)
+        tokens.check_text(state)
+        tokens.check_count(slots, call)
+        state.forget_copies(halves=False)
         where = slots.int().contiguous()
         check(self.step(state, call).run(self._replace, call, None, ctypes.c_void_p(where.data_ptr())))
 
@@ -166,7 +169,7 @@ def check(status: int) -> None:
         what = "slot" if status & _NO_FREE_SLOT else "block"
         raise KvdslError(f"no {what} is free: the cache's tensors were changed from outside; call `reset()`")
     if status & _NOT_LIVE:
-        raise KvdslError(replacing.NOT_LIVE)
+        raise KvdslError(tokens.NOT_LIVE)
     if status & _OUT_OF_MEMORY:
         raise MemoryError("no memory for the kernel's work space")
 
@@ -176,7 +179,7 @@ def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...]
     state, call, kept = prompt.state, prompt.call, prompt.kept
     query, key, value = (in_rows(x) for x in (call.query, kept["keys"], kept["values"]))
     position, columns, numbers = kept["position"], kept["columns"], prompt.numbers.contiguous()
-    ring_rows, newest = state.ring_rows(), prompt.position.contiguous()
+    ring_rows, newest = state.column_index.ring_rows(), prompt.position.contiguous()
     args = DecodeArgs(
         batch=len(position), kv_heads=prompt.heads, group=prompt.group, key_dim=key.shape[-1], value_dim=value.shape[-1],
         slots=prompt.slots, tokens=prompt.tokens, **strides_of(numbers), window=call.window or 0, layer=state.layer,

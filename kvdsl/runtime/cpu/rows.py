@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import address
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend, check
-from kvdsl.runtime.cpu.prepared import Prepared
+from kvdsl.runtime.cpu.prepared import Prepared, address
 from kvdsl.runtime.state.slots import SlotState
 
 _SOURCE = Path(__file__).parent / "rows.cpp"

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import is_hopper, launch, on, signed
+from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
@@ -42,9 +42,8 @@ from kvdsl.runtime.gpu.sizes import (
     Sizes,
     choosers,
 )
-from kvdsl.runtime.gpu.versions import check_release
 from kvdsl.runtime.graph import enlist
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
@@ -95,7 +94,7 @@ class TritonBackend:
             out = prefill(state, call, attend, partial(settle_prompt, self.kernels))
         # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
         # still wait for each other: their caches grow.
-        if state.allocated and not state.grows:
+        if state.allocated and not state.room.grows:
             stays_where_it_is(*workspace(state, self.kernels, sizes_of(call)).tensors.values())
             if state.spec.compact:
                 stays_where_it_is(copies.keep_length(state))
@@ -126,7 +125,7 @@ class TritonBackend:
         Raises:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
         """
-        state.check_fits(call.key, call.value)
+        state.layout.check_fits(call.key, call.value, *state.position.shape[:2])
         tokens = call.query.shape[2]
         state.make_room(tokens)
         copies.keep_halves(state, call.rope)
@@ -308,7 +307,15 @@ def workspace_of(
 def fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
     """What a workspace is made for, but for the rows of its steps."""
     shapes = (state.position.shape, state.layout.key_pool.shape)
-    return (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, _width(state), state.selects)
+    return (
+        *shapes,
+        state.position.device,
+        state.column_index.ring_sizes,
+        sizes,
+        kernels.SCORES,
+        _width(state),
+        state.selects,
+    )
 
 
 def _width(state: SlotState) -> int:
@@ -354,7 +361,7 @@ def _allocate(
         "taken": ints(taken, dtype=torch.int8),
         "newest": state.seen.new_empty(batch),
         "gaps": ints(slots if state.spec.compact else 0),
-        "ring_rows": state.ring_rows().to(state.seen.device),
+        "ring_rows": state.column_index.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
     if isinstance(state.layout, Blocks):

@@ -19,9 +19,9 @@ from triton.compiler import ASTSource
 
 from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.gpu import versions
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
+from kvdsl.runtime.gpu.launch import check_release, tool
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Workload, taken
 from kvdsl.runtime.gpu.sizes import (
@@ -167,7 +167,7 @@ def build(
     Raises:
         KvdslError: in Triton's interpreter, which compiles nothing; or if Triton is too old, or refuses a kernel.
     """
-    versions.check_release()
+    check_release()
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     shape = shape or Shape()
@@ -288,7 +288,7 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        command = [versions.tool("cuobjdump"), "--dump-resource-usage", str(binary)]
+        command = [tool("cuobjdump"), "--dump-resource-usage", str(binary)]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return _found(r"REG:(\d+)", told), _found(r"STACK:(\d+)", told) + _found(r"LOCAL:(\d+)", told)
 

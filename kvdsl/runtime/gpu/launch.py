@@ -1,13 +1,17 @@
-"""Launching a kernel with those arguments that it has, on the device that holds them."""
+"""Launching kernels with the arguments that they name, on the device that holds them, under any release of Triton that kvdsl works with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+
+from kvdsl.errors import KvdslError
 
 _OF_NVIDIA = frozenset({"maxnreg"})
 """Options that Triton refuses for AMD's GPUs."""
@@ -38,3 +42,20 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], opt
 def signed(word: int) -> int:
     """The low 32 bits as a signed number: a seed, as kernels take it."""
     return (word + 2**31) % 2**32 - 2**31
+
+
+OLDEST = (3, 3)
+"""The first release whose kernels take tuples."""
+
+
+def check_release(version: str = triton.__version__) -> None:
+    """Raise KvdslError under a release that cannot compile the kernels."""
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise KvdslError(f"the triton backend needs Triton 3.3 or later (torch 2.7 brings it), and this is {version}")
+
+
+def tool(name: str) -> str:
+    """Where a program lies that comes with Triton: `cuobjdump` or `nvdisasm`."""
+    if hasattr(triton, "knobs"):  # from 3.4 on
+        return str(getattr(triton.knobs.nvidia, name).path)
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)

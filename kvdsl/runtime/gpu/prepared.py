@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.launch import launch
-from kvdsl.runtime.state.same import SameTensors
-from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.slots import SameTensors, SlotState
 
 _ALIGNED = 16
 """Bytes: a kernel is compiled for pointers that are multiples of this, or for others."""

@@ -39,7 +39,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     arguments = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
-        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device, non_blocking=True),
+        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.column_index.ring_rows().to(query.device, non_blocking=True),
         "constants": prompt.state.constants if prompt.state.spec.tensors is not None else None,
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
@@ -87,7 +87,7 @@ def settle(kernels: Any, held: Held) -> bool:
         "work": held.kept["columns"].new_empty(batch, heads, kernels.SCORES, slots),
         "kept": position.new_empty(batch, heads, slots, dtype=torch.int8),
         "newest": held.newest.contiguous(), "real": held.rows, "numbers": held.numbers.contiguous(),
-        "ring_rows": state.ring_rows().to(position.device, non_blocking=True),
+        "ring_rows": state.column_index.ring_rows().to(position.device, non_blocking=True),
         "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
         "slots": slots, "window": state.window or EVERYTHING,
         "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "BLOCK": SETTLED_AT_ONCE,

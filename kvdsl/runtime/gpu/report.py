@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.gpu import loops, versions
+from kvdsl.runtime.gpu import loops
+from kvdsl.runtime.gpu.launch import tool
 from kvdsl.runtime.gpu.loops import Loop
 from kvdsl.runtime.gpu.select import COUNTED
 from kvdsl.runtime.gpu.sizes import Sizes, choosers
@@ -184,7 +185,7 @@ def _loops(compiled: Any) -> list[Loop]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        command = [versions.tool("nvdisasm"), "-g", "-c", str(binary)]
+        command = [tool("nvdisasm"), "-g", "-c", str(binary)]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return loops.loops(told, loops.NVIDIA)
 

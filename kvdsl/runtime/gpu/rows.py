@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, fits, sizes_of, workspace_of
 from kvdsl.runtime.gpu.launch import on
 from kvdsl.runtime.gpu.sizes import Sizes
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.layout import SlotAfterSlot
@@ -40,7 +40,7 @@ class Rows:
     def __init__(
         self, backend: TritonBackend, state: SlotState, rope: Rope | None = None, shared: Shared | None = None
     ) -> None:
-        if type(state.layout) is not SlotAfterSlot or state.grows:
+        if type(state.layout) is not SlotAfterSlot or state.room.grows:
             raise KvdslError(f"the slots of {state.spec.name} have no places that are known before a request is")
         self._backend, self._state, self._rope = backend, state, rope
         copies.keep(state, 1)
@@ -92,7 +92,7 @@ class Rows:
         Raises:
             KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
         """
-        self._state.check_fits(call.key, call.value, rows=len(call.query))
+        self._state.layout.check_fits(call.key, call.value, len(call.query), self._state.position.shape[1])
         with on(call.query.device):
             return self._backend.decode_token(self._state, call, 0, self._work(call), numbers)
 

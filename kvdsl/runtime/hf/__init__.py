@@ -8,7 +8,7 @@
 - `generation`: what generation says of the text that it continues.
 - `layer`: one layer's slots, seen as a transformers cache layer.
 - `models`: which models can be served.
-- `admission`, `probe`: preparing a model, and the self-test that its attention is really reached.
+- `admission`: preparing a model, and the self-test that its attention is really reached.
 - `rope`: how the model's layers rotate keys, for compact positions.
 - `speculation`: taking tokens back, and forwards of which some tokens are guesses.
 - `supplying`: what the caller gives of each token.

@@ -19,23 +19,28 @@ from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.given import param, random_seed
 from kvdsl.runtime.hf import admission, saving, speculation
+from kvdsl.runtime.hf.admission import KEEP_EVERYTHING
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
-from kvdsl.runtime.hf.models import execution_device, managed_windows, sizes, unwrap
-from kvdsl.runtime.hf.probe import KEEP_EVERYTHING
+from kvdsl.runtime.hf.models import (
+    execution_device,
+    head_offset,
+    managed_windows,
+    processes_of,
+    refuse_agreement,
+    sizes,
+    unwrap,
+)
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.supplying import Supplier, Supplying
 from kvdsl.runtime.hf.sync import LayerSync
-from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.hf.watch import Watch
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.choices import hand_over
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import introduce, slot_state
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import refuse_unknown
 from kvdsl.runtime.torch.backend import TorchBackend
-from kvdsl.runtime.torch.eviction import Together
 
 NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
 
@@ -130,22 +135,19 @@ class KVCache(Cache):
         if spec.tensors is not None:
             spec.tensors.check(sizes(self._config, len(layers)))
         rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
-        together = Together() if spec.victims == "layers" or spec.across_layers else None
         for index, window in managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
-            state.reserves = execution_device(model).type not in (
+            state.room.reserves = execution_device(model).type not in (
                 "cpu",
                 "meta",
             )  # transformers asks before the prompt is there
-            if together is not None:
-                together.join(state)
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
         self._sync.is_alone = all(isinstance(layer, SlotLayer) for layer in layers)
         self._watch = Watch(self._sync, [layer for layer in layers if isinstance(layer, SlotLayer)])
-        hand_over(layer.state for layer in layers if isinstance(layer, SlotLayer))
+        introduce(layer.state for layer in layers if isinstance(layer, SlotLayer))
         super().__init__(layers=layers)
 
     # -- what the policy holds -----------------------------------------------------------------------------------------
@@ -169,8 +171,8 @@ class KVCache(Cache):
         """
         state = self._state(layer)
         columns = state.columns.clone()
-        rings = {name: ring.movedim(0, -1) for name, ring in state.rings(columns).items()}
-        return state.single_columns(columns) | rings
+        rings = {name: ring.movedim(0, -1) for name, ring in state.column_index.rings(columns).items()}
+        return state.column_index.single(columns) | rings
 
     def _state(self, layer: int) -> SlotState:
         found = self._managed_layer(layer)

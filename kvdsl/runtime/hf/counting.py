@@ -74,11 +74,6 @@ class Counting:
         if self._offset is not None:
             self._offset = self._offset.index_select(1, rows.to(self._offset.device))
 
-    def repeat_rows(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, next to itself."""
-        if self._offset is not None:
-            self._offset = self._offset.repeat_interleave(repeats, 1)
-
     def forget(self) -> None:
         """Nothing has come in."""
         self.heard = self._offset = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 
 _operators = torch.library.Library("kvdsl", "FRAGMENT")
 _operators.define("attended(Tensor out, Tensor[] asked) -> Tensor")

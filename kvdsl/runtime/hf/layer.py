@@ -12,23 +12,20 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import mark
-from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.gradients import asking, refusing
 from kvdsl.runtime.hf.mask import UNCOUNTED, UNTOLD, SlotLength
 from kvdsl.runtime.hf.supplying import Supplying
 from kvdsl.runtime.hf.sync import LayerSync
-from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import token_count
-from kvdsl.runtime.linked import Linked
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
-from kvdsl.runtime.state.undo import UndoLog
+from kvdsl.runtime.state.undo import UndoLog, can_truncate, truncate
 
 if TYPE_CHECKING:
     from kvdsl.runtime.backend import Backend
@@ -94,8 +91,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         """Have what a fresh layer of the model has."""
         self.rope, self.head_offset, self._choose, self._module = fresh.rope, fresh.head_offset, fresh._choose, fresh._module
         if self.state.allocated:
-            self.backend = self._choose(self.state.position.device, self.state.dtype)
-            if not self.state.grows:
+            self.backend = self._choose(self.state.position.device, self.state.layout.dtype)
+            if not self.state.room.grows:
                 stays_where_it_is(*self.state.tensors().values())
 
     @property
@@ -215,7 +212,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key))
         # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
         wanted = call.value.dtype
-        call = call.cast(self.state.dtype if self.state.allocated else wanted)
+        call = call.cast(self.state.layout.dtype if self.state.allocated else wanted)
         out = self._serve(call) if self.log is None else self._serve_and_note(self.log, call)
         return out if out.dtype == wanted else out.to(wanted)
 
@@ -285,7 +282,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         with torch.no_grad():
             if self.state.spec.supplied:
                 call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key))
-            out = step(self.backend, self.state, call.cast(self.state.dtype)).to(call.value.dtype)
+            out = step(self.backend, self.state, call.cast(self.state.layout.dtype)).to(call.value.dtype)
             self._sync.add(self, 1)
         self._sync.ahead = True
         return out
@@ -443,31 +440,24 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows only."""
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self._select_rows(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
-        self._change_rows(lambda held: held.repeat_rows(repeats), self.batch_size * repeats)
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
-    def _select_rows(self, rows: Tensor) -> None:
-        self._change_rows(lambda held: held.select_rows(rows), len(rows))
-
-    def _change_rows(self, change: Callable[[SlotState | Text | Counting], None], batch_size: int) -> None:
-        """Change the rows of what is cached, and once a cache those of the text."""
-        if self.length:
-            with plain_tensors():
-                change(self.state)
-                if self._sync.is_first(self):
-                    change(self._sync.text)
-                    change(self._sync.counting)
-            self.forget_steps()
-            self.batch_size = batch_size
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Row i becomes what row indices[i] was, once a cache that of the text, too; or keep these rows only, if they are marked."""
+        if not self.length:
+            return
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        with plain_tensors():
+            self.state.select_rows(rows)
+            if self._sync.is_first(self):
+                self._sync.text.select_rows(rows)
+                self._sync.counting.select_rows(rows)
+        self.forget_steps()
+        self.batch_size = len(rows)
 
     # -- taking back -----------------------------------------------------------------------------------------------------
 
@@ -499,7 +489,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         removed = speculation.asked_to_remove(tokens, self.length)
         left = self.length - removed
         if not self._is_noted(removed) and (
-            noted_only or not self.state.can_truncate(self.length, left, self.prompt_length)
+            noted_only or not can_truncate(self.state, self.length, left, self.prompt_length)
         ):
             speculation.refuse_too_far(self.log, removed, self.length - self.prompt_length)
         return removed
@@ -516,7 +506,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             if self.log is not None and self._is_noted(removed):
                 self.log.take_back(self.state, removed)
             elif removed:
-                self.state.truncate(left)
+                truncate(self.state, left)
                 self.forget_steps()
         self.prompt_length = min(self.prompt_length, left)
         self.set_length(left)

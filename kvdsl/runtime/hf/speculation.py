@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import can_roll_back
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState

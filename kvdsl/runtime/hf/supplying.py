@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.lifetimes import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown

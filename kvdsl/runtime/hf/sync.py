@@ -14,10 +14,8 @@ from kvdsl.runtime.hf.admission import releases
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import CACHE
-from kvdsl.runtime.linked import Linked
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.lifetimes import Linked, Weakly, plain_tensors
 from kvdsl.runtime.state.tensors import stays_where_it_is
-from kvdsl.runtime.weakly import Weakly
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer

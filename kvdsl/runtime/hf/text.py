@@ -72,10 +72,6 @@ class Text:
         with torch.inference_mode(False):
             self._ids = self._ids.index_select(0, rows.to(self._ids.device)) if len(self._ids) else self._ids
 
-    def repeat_rows(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, next to itself."""
-        self.select_rows(torch.arange(len(self._ids)).repeat_interleave(repeats))
-
     def forget(self) -> None:
         """Nothing has come in."""
         self._end = 0

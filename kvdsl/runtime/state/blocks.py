@@ -16,10 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.plain import plain_tensors
-from kvdsl.runtime.state.layout import Layout
+from kvdsl.runtime.lifetimes import plain_tensors
+from kvdsl.runtime.state.layout import Layout, Slots
 from kvdsl.runtime.state.order import FREE
-from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import Declared, allocated, filled, taken
 
 
@@ -80,26 +79,25 @@ class Blocks(Layout):
 
     # -- allocating ----------------------------------------------------------------------------------------------------
 
-    def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
+    def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         """See `Layout.lay_out`: pools with the blocks in use, or with all that the rows can ever need."""
         batch, heads, slots = state.position.shape
-        size = state.spec.block or int(state.settings.named(state.numbers)["block"].max())
-        size = size if state.limit is None else min(size, state.limit)
-        blocks = int((_blocks_of(state.position >= 0, size) if state.grows else _most_blocks(state, size)).sum())
+        size = state.room.block_size(state.numbers)
+        blocks = int((_blocks_of(state.position >= 0, size) if state.room.grows else _most_blocks(state, size)).sum())
         keys, values = (kept[name] if order is None else taken(name, kept[name], order) for name in ("keys", "values"))
         self.table = filled(self.table, state.position, (batch, -(-slots // size)), FREE, torch.int64)
         self.key_pool = filled(self.key_pool, keys, (heads, max(1, blocks), size, keys.shape[3]), 0)
         self.value_pool = filled(self.value_pool, values, (heads, max(1, blocks), size, values.shape[3]), 0)
         self.write_all(state.position, keys, values)
 
-    def grow(self, state: SlotState, held: Tensor) -> None:
+    def grow(self, state: Slots, held: Tensor) -> None:
         """See `Layout.grow`: their blocks will come, at once where the slots are enough for ever."""
         more = -(-state.slots // self.size) - self.table.shape[1]
         self.table = torch.nn.functional.pad(self.table, (0, more), value=FREE)
-        if not state.grows:
+        if not state.room.grows:
             self._add_blocks(int(_most_blocks(state, self.size).sum()) - self.blocks)
 
-    def make_room(self, state: SlotState, tokens: int) -> None:
+    def make_room(self, state: Slots, tokens: int) -> None:
         """See `Layout.make_room`; a pool with too few blocks grows by half."""
         batch, heads, _ = state.position.shape
         free = self.blocks - int((self.table >= 0).sum())
@@ -128,12 +126,12 @@ def _blocks_of(slots: Tensor, size: int) -> Tensor:
     return whole.view(batch, heads, -1, size).any(3).any(1)
 
 
-def _most_blocks(state: SlotState, size: int) -> Tensor:
+def _most_blocks(state: Slots, size: int) -> Tensor:
     """How many blocks each row can ever need, [batch]: new tokens take the lowest free slots."""
     slots = state.slots
     live = state.position >= 0
     behind_last = (live * torch.arange(1, slots + 1, device=live.device)).amax((1, 2))
-    by_head = state.settings.most_while_attending(state.numbers).view(len(live), -1)
+    by_head = state.room.most_by_head(state.numbers, evicts=state.evicts)
     most = by_head.amax(1).floor().clamp(max=slots).long()
     needed = torch.stack([most, behind_last, live.sum(-1).amax(1) + 1]).amax(0).clamp(max=slots)
     return -(-needed // size)

@@ -1,44 +1,17 @@
 """What backends keep beside the slots of a layer, made from them: it holds until something else changes the slots.
 
-Who reads a copy keeps it up to date with every token that it serves; who does not says that it is to be forgotten. `SlotState` says
-what each tensor is.
+A backend that reads a copy updates it with every token that it serves; one that does not calls `SlotState.forget_copies`. `SlotState`
+says what each tensor is.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.tensors import holding, stays_where_it_is
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.state.slots import SlotState
-
-
-NAMES = frozenset({"sketch_keys", "page_bounds", "half_keys", "length"})
-"""The tensors that are made from others."""
-
-
-def forget(state: SlotState) -> None:
-    """What was made from keys and positions no longer holds: whoever reads it makes it anew. Rotated halves: `forget_halves`."""
-    keys, (batch, heads, _) = state.layout.key_pool, state.position.shape
-    if state.spec.sketches and not state.sketch_keys.numel():
-        _have_none(state, "sketch_keys", keys, (batch, heads, 0, 0, 0))
-    if state.spec.bounds_pages and not state.page_bounds.numel():
-        _have_none(state, "page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
-    if "copied" in state.declared:
-        state.copied = holding(state.copied, state.position.new_zeros(batch))
-    forget_length(state)
-
-
-def _have_none(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-    """Have the tensor of that name be empty, with this shape; one that is so already stays, for those who know where it lies."""
-    if getattr(state, name).shape != shape:
-        setattr(state, name, like.new_empty(shape))
-
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import stays_where_it_is
 
 # -- keys over a sketch's dims, bounds of pages ------------------------------------------------------------------------
 
@@ -65,7 +38,7 @@ def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> 
     if getattr(state, name).shape != shape:
         setattr(state, name, like.new_empty(shape))
         state.copied.zero_()
-        if not state.grows:
+        if not state.room.grows:
             stays_where_it_is(getattr(state, name))
 
 
@@ -85,12 +58,6 @@ def keep_room_for_halves(state: SlotState) -> None:
         state.half_keys = torch.empty_like(state.keys)
 
 
-def forget_halves(state: SlotState) -> None:
-    """The rotated halves no longer hold."""
-    if state.spec.rope_cached:
-        _have_none(state, "half_keys", state.columns, (*state.position.shape[:2], 0, 0))
-
-
 # -- how many tokens a head holds --------------------------------------------------------------------------------------
 
 
@@ -104,4 +71,4 @@ def keep_length(state: SlotState) -> Tensor:
 def forget_length(state: SlotState) -> None:
     """It is to be counted anew."""
     if state.spec.compact:
-        _have_none(state, "length", state.position, (*state.position.shape[:2], 0))
+        state.length = state.length[..., :0]

@@ -12,17 +12,12 @@ There are as many slots for every head as the longest one has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.state.layout import Layout
+from kvdsl.runtime.state.layout import Layout, Slots
 from kvdsl.runtime.state.tensors import Declared, allocated, taken
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.state.slots import SlotState
-
 
 _AHEAD = 64
 """Slots that a head gets beyond what it needs now, so that not every token moves all of them."""
@@ -52,20 +47,20 @@ class Flat(Layout):
 
     # -- allocating ----------------------------------------------------------------------------------------------------
 
-    def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
+    def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         keys, values = (kept[name] if order is None else taken(name, kept[name], order) for name in ("keys", "values"))
         held = (state.position >= 0)[..., : keys.shape[2]]
         self._fill(state, keys[held], values[held], 0)
 
-    def grow(self, state: SlotState, held: Tensor) -> None:
+    def grow(self, state: Slots, held: Tensor) -> None:
         at = self.places(held)
         self._fill(state, self.key_pool[at], self.value_pool[at], self.room)
 
-    def make_room(self, state: SlotState, tokens: int) -> None:
+    def make_room(self, state: Slots, tokens: int) -> None:
         """See `Layout.make_room`. While the longest head grows, all have room for what it has; under a budget that reads the data it
         may have shrunk.
         """
-        if not state.spec.measures:
+        if not state.room.shrinks:
             return
         held = state.position >= 0
         wanted = held.sum(2) + tokens
@@ -73,14 +68,14 @@ class Flat(Layout):
             at = self.places(held)
             self._fill(state, self.key_pool[at], self.value_pool[at], (wanted + _AHEAD).clamp(max=state.slots))
 
-    def _fill(self, state: SlotState, keys: Tensor, values: Tensor, least: Tensor | int) -> None:
+    def _fill(self, state: Slots, keys: Tensor, values: Tensor, least: Tensor | int) -> None:
         """Fresh pools with the live tokens, head by head [any, dim].
 
         Every head gets as many free slots as the longest one has, but no more than its budget fills, and `least` slots in all.
         """
         position, slots, live = state.position, state.slots, state.position >= 0
         used = (live * torch.arange(1, slots + 1, device=position.device)).amax(2)
-        most = state.most_by_head().to(used.device).expand_as(used)
+        most = state.room.most_by_head(state.numbers, evicts=state.evicts).to(used.device).expand_as(used)
         own = torch.stack([most, used.double(), live.sum(2) + 1.0]).amax(0).clamp(max=slots).long()
         room = torch.where(most.isfinite(), own, used + (slots - used.max())).clamp(min=least)
         ends = room.flatten().cumsum(0)

@@ -7,15 +7,27 @@ lie. So do the rotated halves of `rope cached`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.state.room import Room
 from kvdsl.runtime.state.tensors import NOTHING, Declared, in_slots, with_rows
 
-if TYPE_CHECKING:
-    from kvdsl.runtime.state.slots import SlotState
+
+class Slots(Protocol):
+    """What a layout must know of a layer's slots: which hold a token, and how many there are to be; see `SlotState`."""
+
+    position: Tensor
+    numbers: Tensor
+    evicts: bool
+    room: Room
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head."""
 
 
 class Layout:
@@ -41,6 +53,11 @@ class Layout:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name."""
         return {one.name: getattr(self, one.name) for one in self.DECLARED}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are stored in."""
+        return self.key_pool.dtype
 
     def where(self, slot: Tensor) -> tuple[Tensor, ...]:
         """The index of slots, int64 [batch, kv_heads, any] or [any], into what is stored; of a slot without a place, any other's."""
@@ -88,12 +105,22 @@ class Layout:
         at = self.where(torch.arange(slots.shape[2], device=slots.device))
         return tuple(index.expand_as(slots)[slots] for index in at)
 
+    def check_fits(self, key: Tensor, value: Tensor, rows: int, heads: int) -> None:
+        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers.
+
+        Args:
+            rows: how many are served. heads: KV heads.
+        """
+        found = [(x.dtype, tuple(x.shape[:2]), x.shape[-1]) for x in (key, value)]
+        if found != [(x.dtype, (rows, heads), x.shape[-1]) for x in (self.key_pool, self.value_pool)]:
+            raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
+
     def settled(self, position: Tensor) -> None:
         """A token has been served, and the slots of what left are free: [batch, kv_heads, slots]."""
 
     # -- allocating ----------------------------------------------------------------------------------------------------
 
-    def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
+    def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         """Place `keys` and `values` of the first slots, as far as the state's positions say that they hold a token.
 
         Args:
@@ -102,7 +129,7 @@ class Layout:
         """
         raise NotImplementedError
 
-    def grow(self, state: SlotState, held: Tensor) -> None:
+    def grow(self, state: Slots, held: Tensor) -> None:
         """Have places for slots that were added.
 
         Args:
@@ -110,10 +137,10 @@ class Layout:
         """
         raise NotImplementedError
 
-    def make_room(self, state: SlotState, tokens: int) -> None:
+    def make_room(self, state: Slots, tokens: int) -> None:
         """Have places for so many tokens more, of a cache that grows; there are slots for them."""
 
-    def select_rows(self, state: SlotState, rows: Tensor) -> None:
+    def select_rows(self, state: Slots, rows: Tensor) -> None:
         """Make row i what row rows[i] was; all but the layout's tensors are so already."""
         keys, values = (x.index_select(0, rows.to(x.device)) for x in (self.keys(state.slots), self.values(state.slots)))
         self.lay_out(state, {"keys": keys, "values": values}, None)
@@ -145,12 +172,12 @@ class SlotAfterSlot(Layout):
         self.key_pool[:, :, : keys.shape[2]] = keys
         self.value_pool[:, :, : values.shape[2]] = values
 
-    def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
+    def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         self.key_pool = in_slots("keys", self.key_pool, kept["keys"], order, state.slots)
         self.value_pool = in_slots("values", self.value_pool, kept["values"], order, state.slots)
 
-    def grow(self, state: SlotState, held: Tensor) -> None:
+    def grow(self, state: Slots, held: Tensor) -> None:
         self.lay_out(state, {"keys": self.key_pool, "values": self.value_pool}, None)
 
-    def select_rows(self, state: SlotState, rows: Tensor) -> None:
+    def select_rows(self, state: Slots, rows: Tensor) -> None:
         self.key_pool, self.value_pool = (with_rows(pool, 0, rows) for pool in (self.key_pool, self.value_pool))

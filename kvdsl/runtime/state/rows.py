@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import EMPTY
 
 
 def put(left: SlotState, rows: Tensor, places: Mapping[str, Tensor], slots: int) -> None:
-    """Copy the rows of a state, each to its place. What is made from others (`copies.NAMES`) is not copied.
+    """Copy the rows of a state, each to its place. What is made from others (`EMPTY`) is not copied.
 
     Every number there is written, so that nothing of the requests that had the places before can be seen.
 
@@ -25,10 +25,10 @@ def put(left: SlotState, rows: Tensor, places: Mapping[str, Tensor], slots: int)
     Raises:
         KvdslError: if a row holds more than that.
     """
-    if left.filled > slots:
-        raise KvdslError(f"{left.spec.name} has kept {left.filled} tokens of a prompt, and a page holds {slots}")
+    if left.room.filled > slots:
+        raise KvdslError(f"{left.spec.name} has kept {left.room.filled} tokens of a prompt, and a page holds {slots}")
     found = left.tensors()
-    for name in places.keys() - copies.NAMES:
+    for name in places.keys() - EMPTY.keys():
         place, tensor, declared = places[name], found[name].unsqueeze(0), left.declared[name]
         dim = declared.slots
         if declared.batch is not None:  # a row goes to where its place has its only one

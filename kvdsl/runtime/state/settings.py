@@ -12,7 +12,7 @@ from torch import Tensor
 from kvdsl.budget import is_rate
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given, TooManyKeptError
-from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.lifetimes import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.table import Table, most_while_attending, named
 

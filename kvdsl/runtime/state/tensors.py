@@ -89,6 +89,12 @@ BY_SLOT = (
 SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None and one.of is _every}
 """What has slots one after the other under any policy, and which dimension they are; keys and values so, however a layout stores them."""
 
+EMPTY = {"sketch_keys": (0, 0, 0), "page_bounds": (0, 2, 0), "half_keys": (0, 0), "length": (0,)}
+"""The tensors that are made from others, and the shape that each has behind [batch, kv_heads] while it is not made."""
+
+MARKED = frozenset({"sketch_keys", "page_bounds"})
+"""Those of which `copied` says whether they hold: they stay where they are, for those who know where."""
+
 
 # -- allocating --------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.state import copies
-from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.order import FREE, free
 from kvdsl.runtime.state.slots import SlotState
 
 
@@ -32,7 +31,7 @@ class Before:
         slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
         keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
         rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
-        filled: `SlotState.filled`.
+        filled: `Room.filled`.
     """
 
     whole: dict[str, Tensor]
@@ -51,7 +50,7 @@ class Before:
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
         keys, values = (state.keys.clone(), state.values.clone()) if slot is None else state.layout.read(slot)
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
-        return cls(whole, slot, keys, values, rings, state.filled)
+        return cls(whole, slot, keys, values, rings, state.room.filled)
 
     def undo(self, state: SlotState) -> None:
         """Put it back, in place; the slots may have grown since."""
@@ -69,9 +68,8 @@ class Before:
             state.layout.write(self.slot, self.keys, self.values, everywhere)
         for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
             ring[place, rows, :, :slots] = old
-        state.filled = self.filled
-        copies.forget(state)
-        copies.forget_halves(state)
+        state.room.filled = self.filled
+        state.forget_copies()
 
     def bytes(self) -> int:
         """What the tensors occupy."""
@@ -81,7 +79,7 @@ class Before:
 
 def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
-    rings, rows = state.rings(state.columns), torch.arange(len(seen), device=seen.device)
+    rings, rows = state.column_index.rings(state.columns), torch.arange(len(seen), device=seen.device)
     sizes = {size: state.settings.of_rows(state.numbers, size).long() for _, size in state.spec.rings}
     return [(rings[name], seen.long() % sizes[size], rows) for name, size in state.spec.rings if name in rings]
 
@@ -118,3 +116,36 @@ class UndoLog:
     def bytes(self) -> int:
         """What it occupies."""
         return sum(step.bytes() for step in self._noted)
+
+
+# -- without a log -----------------------------------------------------------------------------------------------------
+
+
+def can_truncate(state: SlotState, length: int, left: int, prompt: int) -> bool:
+    """Whether the first `left` of `length` tokens are what a text of them alone would have left.
+
+    So it is where every row holds all its tokens, none of them padding, where no query leaves anything in those before it,
+    where the budget does not read them, and where a prompt that ends there has the same numbers.
+
+    Args:
+        prompt: tokens up to the last prompt's end.
+    """
+    spec = state.spec
+    learns = (spec.rings and not spec.forgets) or set(spec.column_rules) - {"token"}
+    if not state.allocated or left < 1 or spec.sketches or spec.measures or learns:
+        return False
+    if not bool((state.seen == length).all()) or not bool(((state.position >= 0).sum(-1) == length).all()):
+        return False
+    if left >= prompt or not spec.numbers:
+        return True
+    numbers = state.settings.tried(float(max(left, state.expected)))
+    return spec.when != "prefill" and numbers is not None and bool((numbers.to(state.numbers.device) == state.numbers).all())
+
+
+def truncate(state: SlotState, left: int) -> None:
+    """Have the first `left` tokens only."""
+    state.room.filled -= int(state.seen.max()) - left
+    free(state.position, state.rank if state.spec.compact else None, state.position >= left)
+    state.seen.fill_(left)
+    state.layout.settled(state.position)
+    state.forget_copies()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
 

@@ -15,21 +15,22 @@ Everything else, the same for all policies, is here and in the modules beside.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.state import copies
-from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.order import FREE, free
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import columns, eviction, replacing, selection
+from kvdsl.runtime.torch import columns, eviction, selection
 from kvdsl.runtime.torch.attention import bias_of, distances, scores, softmax, turned_keys, turned_queries
 from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.prefill import prefill
-from kvdsl.runtime.torch.tokens import new_positions, place
+from kvdsl.runtime.torch.tokens import check_count, check_live, check_text, new_positions, place
 from kvdsl.runtime.torch.view import View, row_view
 
 
@@ -63,7 +64,7 @@ class TorchBackend:
                 f"after the first was generated: pass them one by one"
             )
         state.make_room(tokens)
-        copies.forget(state)
+        state.forget_copies(halves=False)
         copies.keep_halves(state, call.rope)
         steps = [_decode_one(state, one) for one in _one_by_one(call)]
         return torch.cat(steps, dim=1)
@@ -82,14 +83,15 @@ class TorchBackend:
         Raises:
             KvdslError: if there are not as many slots as new tokens, or one of them is free or named twice; nothing is changed.
         """
-        replacing.check_text(state)
-        replacing.check_count(slots, call)
-        replacing.check_live(state, slots)
-        copies.forget(state)
+        check_text(state)
+        check_count(slots, call)
+        check_live(state, slots)
+        state.forget_copies(halves=False)
         copies.keep_halves(state, call.rope)
         real = new_positions(state, call) >= 0
         leaving = torch.zeros_like(state.position, dtype=torch.bool)
-        state.free(leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots)))
+        leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots))
+        free(state.position, state.rank if state.spec.compact else None, leaving)
         for t, one in enumerate(_one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
             _overwrite(state, one, slot, new_position, new_position >= 0)
@@ -124,7 +126,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     out = _attend(state, call, row, held.kept, attended, weight)
     if state.spec.reads_attention and not state.spec.forgets:
         columns.observe(row, state.spec)
-    eviction.settle(held, then=state.settled)
+    eviction.settle(held, then=partial(state.layout.settled, state.position))
     return out.masked_fill(~real[:, :, None, None], 0)
 
 

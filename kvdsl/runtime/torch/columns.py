@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch import rings
+from kvdsl.runtime.state.columns import size_name, writers
 from kvdsl.runtime.torch.view import View
 
 INITIAL = {
@@ -82,8 +82,8 @@ class Columns:
     def ring(self, name: str, x: Tensor) -> None:
         """Note what each query gave in its place, over what an older one gave."""
         ring, newest = self._view.rings[name], self._view.query_position[:, 0, :, 0]
-        size = self._view.number(rings.size_name(name))[:, 0, 0]
-        writer = rings.writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
+        size = self._view.number(size_name(name))[:, 0, 0]
+        writer = writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
         seen = (writer >= 0) & self.visible.gather(2, writer.clamp(min=0))
         gave = x.float().expand(self.visible.shape).gather(2, writer.clamp(min=0))
         ring.copy_(torch.where(seen, gave, ring.permute(1, 2, 0, 3)).permute(2, 0, 1, 3))

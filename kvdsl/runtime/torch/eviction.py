@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.state.order import FREE, close_gaps
+from kvdsl.runtime.state.order import free
+from kvdsl.runtime.state.shared import Together
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import sharing
 from kvdsl.runtime.torch.settle import (
@@ -27,7 +28,6 @@ from kvdsl.runtime.torch.settle import (
     shared_order,
 )
 from kvdsl.runtime.torch.view import View, slots_view
-from kvdsl.runtime.weakly import Weakly
 
 _Noted = TypeVar("_Noted", Protection, Ballot)
 
@@ -114,7 +114,7 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
         KvdslError: if layers share a budget, and this one of several is asked alone.
     """
     if held.waits and held.state.together is not None:
-        held.state.together.settle(held, then)
+        _settle_together(held.state.together, held, then)
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
         raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
@@ -163,46 +163,26 @@ def _nobody_leaves(held: Held, excess: Excess) -> bool:
 def make_room(held: Held) -> None:
     """Under a hard cap: evict before a token is placed."""
     if held.waits and held.state.together is not None:
-        held.state.together.make_room(held.rows)
+        states = (known() for known in held.state.together.states)
+        deciding = [held_in_slots(state, held.rows) for state in states if state.evicts]
+        if deciding and not held.state.together.waiting:  # the first layer to place a token decides for all
+            evict(deciding, overflow_before_placing)
     elif held.evicts and (_watchers or not _nobody_leaves(held, overflow_before_placing)):
         evict([held], overflow_before_placing)
 
 
-class Together:
-    """The layers of one cache, which agree on their victims or share a budget: nothing leaves before the last one has attended."""
-
-    def __init__(self) -> None:
-        self._states: list[Weakly[SlotState]] = []
-        self._waiting: list[tuple[Held, Callable[[], None]]] = []
-
-    def join(self, state: SlotState) -> None:
-        """A layer joins, in the model's order."""
-        self._states.append(Weakly(state))
-        state.together = self
-
-    def forget(self) -> None:
-        """Nobody waits any more: the last forward was interrupted."""
-        self._waiting = []
-
-    def settle(self, held: Held, then: Callable[[], None]) -> None:
-        """A layer has attended; see `settle`."""
-        self._waiting.append((held, then))
-        if len(self._waiting) < len(self._states):
-            return
-        waiting, self._waiting = self._waiting, []
-        deciding = [one for one, _ in waiting if one.evicts]
-        if deciding:
-            if deciding[0].of_prompt:
-                warn_of_protected(deciding)
-            evict(deciding, overflow)
-        for _, finish in waiting:
-            finish()
-
-    def make_room(self, rows: Tensor) -> None:
-        """A layer is about to place a token; the first one to do so decides for all."""
-        deciding = [held_in_slots(state, rows) for known in self._states if (state := known()).evicts]
-        if deciding and not self._waiting:
-            evict(deciding, overflow_before_placing)
+def _settle_together(
+    together: Together[SlotState, tuple[Held, Callable[[], None]]], held: Held, then: Callable[[], None]
+) -> None:
+    """A layer has attended; the last one to do so decides for all."""
+    waiting = together.wait((held, then))
+    deciding = [one for one, _ in waiting if one.evicts]
+    if deciding:
+        if deciding[0].of_prompt:
+            warn_of_protected(deciding)
+        evict(deciding, overflow)
+    for _, finish in waiting:
+        finish()
 
 
 def evict(layers: Sequence[Held], excess: Excess) -> None:
@@ -212,9 +192,7 @@ def evict(layers: Sequence[Held], excess: Excess) -> None:
     """
     for held, leaving in zip(layers, _victims(layers, excess), strict=True):
         _remember(held, leaving)
-        if "rank" in held.kept:
-            close_gaps(held.kept["rank"], leaving)
-        held.position.masked_fill_(leaving, FREE)
+        free(held.position, held.kept.get("rank"), leaving)
 
 
 def _remember(held: Held, leaving: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.order import FREE, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import SLOT_DIM, taken
@@ -97,7 +97,7 @@ def _prefill(
     before = seen_before(state, call)
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen, known_lengths(state, call))
-    state.size_rings(numbers)
+    state.column_index.size_rings(state.settings, numbers, state.numbers if state.allocated else None)
     # What is noted of the prompt comes behind all that may be refused: the next prompt is another one.
     if state.spec.reads_text:
         state.text.append((call.query, position))
@@ -153,7 +153,7 @@ def _in_blocks(
 
 def _evicts(state: SlotState, numbers: Tensor) -> bool:
     """Whether a prompt of this layer loses anything."""
-    return state.bounded and state.spec.when != "decode" and state.settings.table(numbers).evicts
+    return state.spec.bounded and state.spec.when != "decode" and state.settings.table(numbers).evicts
 
 
 def _cached(state: SlotState) -> Kept | None:
@@ -161,7 +161,7 @@ def _cached(state: SlotState) -> Kept | None:
     if not state.allocated:
         return None
     kept = state.in_slots()
-    gone = state.column_rows - len(kept["columns"])
+    gone = state.column_index.rows - len(kept["columns"])
     return kept if not gone else kept | {"columns": torch.nn.functional.pad(kept["columns"], (0, 0) * 3 + (0, gone))}
 
 
@@ -223,7 +223,7 @@ def _encode(
 def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_position: Tensor) -> Kept:
     """The cached slots and, behind them, a slot for every new token; where nothing is cached, keys and values as they came."""
     batch, heads, tokens, _ = call.key.shape
-    columns = call.key.new_zeros(state.column_rows, batch, heads, tokens, dtype=torch.float32)
+    columns = call.key.new_zeros(state.column_index.rows, batch, heads, tokens, dtype=torch.float32)
     for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
         if INITIAL[rule]:
             column.fill_(INITIAL[rule])
@@ -242,7 +242,7 @@ def _sketch_last_query(state: SlotState, call: AttentionCall, kept: Kept, new_po
     row = row_view(state, kept, query, newest, numbers)
     width = selection.sketch_width(state, numbers, call.key.shape[-1])
     found = selection.sketched(state, row, numbers, width)
-    if not state.has_sketch:
+    if state.sketch.dim() == 1:
         state.sketch = found
         return
     old = torch.nn.functional.pad(state.sketch, (0, width), value=-1)[..., :width]

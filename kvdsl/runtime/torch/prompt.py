@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.attention import bias_of, distances, rank_of, turned_keys, turned_queries
-from kvdsl.runtime.torch.once import once
 from kvdsl.runtime.torch.view import View, row_view, visible_slots
 
 Kept = dict[str, Tensor]

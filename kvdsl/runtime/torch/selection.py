@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.state.choices import choices_of
+from kvdsl.runtime.state.shared import choices_of
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import pages
 from kvdsl.runtime.torch.settle import Places, grade
@@ -28,7 +28,10 @@ def attended(state: SlotState, row: View) -> Tensor:
         return selected(state, row).unsqueeze(3) if state.selects else seen
     if state.choices.chooser != state.layer:
         assert row.query is not None
-        return state.choices.take(state.layer, state.position, choices_of(state, row.query.shape[2])).unsqueeze(3) & seen
+        return (
+            state.choices.take(state.layer, state.position, choices_of(state.spec.group, row.query.shape[2])).unsqueeze(3)
+            & seen
+        )
     state.choices.make(selected(state, row))
     return seen
 
@@ -48,7 +51,7 @@ def selected(state: SlotState, row: View) -> Tensor:
     slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)
     state.spec.torch_kernels.protect(slots, places, numbers)
     assert row.query is not None
-    each = (*position.shape[:2], choices_of(state, row.query.shape[2]), position.shape[2])
+    each = (*position.shape[:2], choices_of(state.spec.group, row.query.shape[2]), position.shape[2])
     by, count = _by_choice(state.spec.torch_kernels.select(row)).expand(each), numbers["select"].unsqueeze(2)
     if state.spec.counts:
         found = _by_choice(state.spec.torch_kernels.count(row))

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
-from kvdsl.runtime.torch.once import once
-from kvdsl.runtime.torch.rounding import sqrt
+from kvdsl.runtime.torch.numerics import sqrt
 
 _BLOCK = 1 << 19
 """Numbers of a block of new tokens' keys: as doubles they should stay in a CPU's cache."""
@@ -45,7 +46,7 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     """Compute the columns that the new tokens have by themselves, [at least len(spec.columns), batch, kv_heads, tokens]."""
     if "token" not in state.spec.column_rules:
         return
-    named, tokens = state.single_columns(columns), call.key.shape[2]
+    named, tokens = state.column_index.single(columns), call.key.shape[2]
     constants, given = state.constants_of(), {}
     if state.spec.supplied:
         names = (name for name, _ in state.spec.supplied)
@@ -149,3 +150,30 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.amax(0, keepdim=True) + 0.0,
     "min": lambda x: x.amin(0, keepdim=True) + 0.0,
 }
+
+
+NOT_LIVE = "a slot that is to be replaced does not exist, is free, or is named twice"
+
+
+def check_text(state: SlotState) -> None:
+    """Raise KvdslError for a policy with pages: they are stretches of the text, of which no token leaves."""
+    if "page" in state.spec.numbers:
+        raise KvdslError(f"{state.spec.name} attends by pages of the text: none of its tokens can be replaced")
+
+
+def check_count(slots: Tensor, call: AttentionCall) -> None:
+    """Raise KvdslError unless there are as many slots, [batch, kv_heads, tokens], as new tokens."""
+    wanted = list(call.key.shape[:3])
+    if list(slots.shape) != wanted:
+        raise KvdslError(
+            f"{list(slots.shape)} slots are to be replaced by {wanted} tokens: name as many as there are tokens"
+        )
+
+
+def check_live(state: SlotState, slots: Tensor) -> None:
+    """Raise KvdslError unless these are different slots that hold a token."""
+    inside = (slots >= 0) & (slots < state.slots)
+    index = slots.long().masked_fill(~inside, 0)
+    named = torch.zeros_like(state.position).scatter_add_(2, index, inside.int())
+    if not bool(inside.all()) or bool((named > 1).any()) or bool(((named > 0) & (state.position == FREE)).any()):
+        raise KvdslError(NOT_LIVE)

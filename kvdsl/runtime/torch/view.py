@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.columns import size_name, valid
+from kvdsl.runtime.state.order import pool
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import ahead, neighbours, pages, rings
-from kvdsl.runtime.torch.masked import masked_reduce
-from kvdsl.runtime.torch.once import once
-from kvdsl.runtime.torch.random import counter_random
-from kvdsl.runtime.torch.rounding import sqrt
+from kvdsl.runtime.torch import ahead, pages
+from kvdsl.runtime.torch.numerics import counter_random, masked_reduce, sqrt
 from kvdsl.runtime.torch.settle import grade
 
 _ENTRIES = 1 << 22
@@ -200,11 +200,11 @@ class View:
 
     def ring(self, name: str, op: str) -> Tensor:
         """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
-        size = self.number(rings.size_name(name))[:, 0]  # which all heads have in common
-        valid = rings.valid(
+        size = self.number(size_name(name))[:, 0]  # which all heads have in common
+        held = valid(
             len(self.rings[name]), size, self.query_position[:, :, 0], self.slot_position[:, :, 0], self.window, self.since
         )
-        return masked_reduce(op, self.rings[name], valid, 0).squeeze(0).unsqueeze(2)
+        return masked_reduce(op, self.rings[name], held, 0).squeeze(0).unsqueeze(2)
 
     @property
     def q(self) -> Tensor:
@@ -498,11 +498,11 @@ class View:
         return full.gather(-1, index.clamp(min=0).expand(batch, heads, *between, count)), index >= 0
 
     def max_pool(self, x: Tensor | float, size: Tensor | float) -> Tensor:
-        """The largest value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `neighbours.pool`."""
+        """The largest value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `kvdsl.runtime.state.order.pool`."""
         return self._pool("max", x, size)
 
     def mean_pool(self, x: Tensor | float, size: Tensor | float) -> Tensor:
-        """The mean value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `neighbours.pool`."""
+        """The mean value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `kvdsl.runtime.state.order.pool`."""
         return self._pool("mean", x, size)
 
     def _pool(self, op: str, x: Tensor | float, size: Tensor | float) -> Tensor:
@@ -512,7 +512,7 @@ class View:
         per_slot = values.squeeze(2) if values.dim() == 4 else values
         count = size[:, :, 0] if isinstance(size, Tensor) else torch.as_tensor(size, device=position.device)
         free = (position < 0) | self.protected
-        return neighbours.pool(op, per_slot.expand(position.shape), position, free, count).unsqueeze(2)
+        return pool(op, per_slot.expand(position.shape), position, free, count).unsqueeze(2)
 
     def random(self) -> Tensor:
         """[batch, kv_heads, queries, slots] in [0, 1), the same on every backend."""
@@ -583,14 +583,14 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         window=state.window,
         numbers={name: value.float() for name, value in doubles.items()},
         doubles=doubles,
-        columns=state.single_columns(kept["columns"]),
+        columns=state.column_index.single(kept["columns"]),
         key=kept["keys"],
         value=kept["values"],
         group=state.spec.group,
         random_key=(state.seed, state.layer, state.head_offset),
-        rings=state.rings(kept["columns"]),
+        rings=state.column_index.rings(kept["columns"]),
         constants=state.constants_of(),
-        sketch=state.sketch if state.has_sketch else None,
+        sketch=state.sketch if state.sketch.dim() > 1 else None,
         factor=state.scaling,
         rope=state.rope,
         text=state.text,

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
-from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.columns import INITIAL
@@ -76,8 +75,8 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
     state = slot_state(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)
     heads = (shape.batch, shape.kv_heads, filled)
     numbers = state.settings.resolve(prompt)
-    state.size_rings(numbers)
-    columns = torch.zeros(state.column_rows, *heads, device=device)
+    state.column_index.size_rings(state.settings, numbers, None)
+    columns = torch.zeros(state.column_index.rows, *heads, device=device)
     for column, rule in zip(columns, spec.column_rules, strict=False):  # rings, behind, need no beginning
         column.copy_(
             torch.rand(heads, generator=generator, device=device) if rule == "token" else torch.tensor(INITIAL[rule])
@@ -88,12 +87,12 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "position": torch.arange(filled, dtype=torch.int32, device=device).expand(heads).contiguous(),
         "columns": columns,
     }
-    state.reserves = True
+    state.room.reserves = True
     state.store(kept, prompt, numbers)
     if spec.sketches:
         selecting.sketch(state, _random((shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim), shape, generator))
     state.make_room(1)  # where it grows; from now on every token is taken back
-    state.grows = False
+    state.room.grows = False
     return state
 
 
@@ -120,7 +119,7 @@ def decode_step(backend: Backend, state: SlotState) -> Callable[[Token], Tensor]
     def step(token: Token) -> Tensor:
         query, key, value = token
         out = backend.decode(state, AttentionCall(query, key, value, None, scaling, rope=rope))
-        if not state.bounded:
+        if not state.spec.bounded:
             state.position[:, :, filled] = FREE
             state.seen.fill_(filled)
         return out
@@ -240,7 +239,7 @@ def bench_decode(
 def _check_steady(state: SlotState, shape: Shape) -> None:
     """The bench means what it says only where every step attends to `live` slots."""
     live = (state.position >= 0).sum(-1)
-    if state.bounded and bool((live != shape.live - 1).any()):
+    if state.spec.bounded and bool((live != shape.live - 1).any()):
         raise KvdslError(
             f"`{state.spec.stem}` holds {int(live.min())} to {int(live.max())} tokens between steps, not {shape.live - 1}: this "
             f"measurement is for policies that evict one token a step; leave its trigger and slack at their defaults"

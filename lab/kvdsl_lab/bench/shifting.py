@@ -38,7 +38,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import native_layers, text_config, token_count
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl_lab.bench import baselines
 from kvdsl_lab.bench.rotary import Rotary
 from kvdsl_lab.bench.unrotated import bias, is_rotated

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvdsl.generation.generate import expect_prompt
 from kvdsl.loading import load
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.loading import load
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.attention import bias_of, scores, softmax

@@ -98,7 +98,7 @@ class _Settled:
 
 def _settled(step: int, held: eviction.Held, score: Tensor | float, protected: Tensor) -> _Settled:
     position = held.position[0].cpu().long()
-    columns = held.state.single_columns(held.kept["columns"])
+    columns = held.state.column_index.single(held.kept["columns"])
     each = {
         SCORE: torch.as_tensor(score)[..., 0, :] if isinstance(score, Tensor) else torch.tensor(score),
         PROTECTED: protected,

@@ -26,9 +26,9 @@ from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory, compile, load
-from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl_lab.eval.abreast import Abreast

@@ -1,9 +1,10 @@
-"""Reductions over what is visible of an axis."""
+"""Arithmetic on which all backends agree: reductions over what is visible, roots that are rounded correctly, and random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -47,3 +48,36 @@ MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
 }
 """The reductions that `kvdsl/lower/torch_expressions.py` says there are."""
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The root of float32 or float64 numbers, rounded correctly.
+
+    On CPUs torch takes that of a vector library, which may be off by one unit in the last place: two tokens that tie elsewhere would
+    not tie here. A float32's root is never so near to the middle between two that a double's error would count.
+    """
+    if x.dtype == torch.float32:
+        return x.double().sqrt().float()
+    if x.device.type != "cpu":
+        return x.sqrt()
+    with numpy.errstate(invalid="ignore"):  # below zero there is none, which is nothing to warn of
+        return torch.from_numpy(numpy.sqrt(x.detach().numpy()))
+
+
+_WORD = 0xFFFFFFFF
+
+
+def counter_random(seed: int, layer: int, head: Tensor, position: Tensor, step: Tensor) -> Tensor:
+    """A 24-bit random number in [0, 1) for every (layer, head, position, step): murmur3's finaliser over the words."""
+    state = torch.full((), seed & _WORD, dtype=torch.int64, device=position.device)
+    for word in (torch.full_like(state, layer), head.long(), position, step):
+        state = _mix(state ^ (word * 0x9E3779B9 & _WORD))
+    return (state >> 8).float() * 2.0**-24
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B & _WORD
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35 & _WORD
+    return x ^ (x >> 16)
