@@ -25,4 +25,4 @@ def sketch(row: View) -> Tensor | float:
 
 def select(row: View) -> Tensor | float:
     """The highest are attended to: sum(q * k over sketch)."""
-    return row.over_group(row.dot_sketch)
+    return row.over_group(row.sketch.dot(row.query, row.key))

@@ -158,7 +158,7 @@ def _returned(view: str, named: list[Fragment]) -> tuple[str, ...]:
 
 
 _IN_KERNEL = NumberPrinter(
-    'numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"}, 'slots.of_head("{}")'
+    'numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"}, 'slots.constants.of_head("{}")'
 )
 
 

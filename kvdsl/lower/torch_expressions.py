@@ -152,7 +152,9 @@ class CountPrinter(NumberPrinter):
         room = ".unsqueeze(2)" if grouped else ""
         number = f'{view}.exact("{{}}"){room}'
         super().__init__(
-            number, {name: number.format(name) for name in (*FIXED, "live", "seen")}, f'{view}.scalar("{{}}"){room}.double()'
+            number,
+            {name: number.format(name) for name in (*FIXED, "live", "seen")},
+            f'{view}.constants.scalar("{{}}"){room}.double()',
         )
         self._slots = TensorPrinter(view, grouped=grouped)
         self._view, self._grouped, self._mean = view, grouped, ".mean(1, keepdim=True)" if agreed else ""
@@ -161,13 +163,13 @@ class CountPrinter(NumberPrinter):
         if expr.axis is Axis.DIM:
             return fragment(f"({{}}).double(){self._mean}", self._slots.value(expr))
         flag = ", grouped=True" if self._grouped else ""
-        return fragment(f'{self._view}.counted("{expr.op}", {{}}{flag}){self._mean}', self._slots.value(expr.body))
+        return fragment(f'{self._view}.visible.counted("{expr.op}", {{}}{flag}){self._mean}', self._slots.value(expr.body))
 
     def _enough(self, expr: Call) -> Fragment:
         values, share, order = expr.args
         parts = [self._slots.value(values), self(share), self._slots.value(order)]
         flag = ", grouped=True" if self._grouped else ""
-        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}{flag}){self._mean}", *parts)
+        return fragment(f"{self._view}.visible.enough({{}}, {{}}, {{}}{flag}){self._mean}", *parts)
 
     code: ClassVar[Code] = {**NumberPrinter.code, "enough": _enough}
 
@@ -237,14 +239,14 @@ class TensorPrinter(_TorchPrinter):
         return Fragment(f"{self._view}.{member}{room}")
 
     def _input(self, expr: Input) -> Fragment:
-        named = {"query_position": "asked"} | {name: f'number("{name}")' for name in FIXED}
+        named = {"query_position": "query_position.float()"} | {name: f'number("{name}")' for name in FIXED}
         of_query_heads = expr.name in OF_QUERY_HEADS
         return self._of_view(
             named.get(expr.name, expr.name), grouped=not of_query_heads, dims=Axis.DIM not in INPUTS[expr.name].axes
         )
 
     def _tensor(self, expr: TensorRef) -> Fragment:
-        return self._of_view(f'{"vector" if expr.dims else "scalar"}("{expr.name}")', grouped=True, dims=not expr.dims)
+        return self._of_view(f'constants.{"vector" if expr.dims else "scalar"}("{expr.name}")', grouped=True, dims=not expr.dims)
 
     def column(self, name: str) -> Fragment:
         return self._lift(Fragment(name, uses=(Use("column", name),)))
@@ -261,7 +263,7 @@ class TensorPrinter(_TorchPrinter):
             return self._over_dims(expr)
         if expr.axis is Axis.HEAD:  # what each KV head has is its group's
             body = TensorPrinter(self._view).body(expr.body)
-            return self._lift(fragment(f'{self._view}.over_heads("{expr.op}", {{}})', body))
+            return self._lift(fragment(f'{self._view}.visible.over_heads("{expr.op}", {{}})', body))
         if expr.axis is Axis.OTHER:
             return self._over_others(expr)
         if expr.within in ("page", "next"):
@@ -271,10 +273,11 @@ class TensorPrinter(_TorchPrinter):
         if (weighted := _weighted_vectors(expr)) is not None:
             weights, vectors = weighted
             made = self._inside(dims=False).value(weights)
-            return fragment(f"{self._view}.weighted_{vectors}({{}}{', grouped=True' if self._grouped else ''})", made)
+            flag = ", grouped=True" if self._grouped else ""
+            return fragment(f"{self._view}.visible.weighted({{}}, {self._view}.{vectors}{flag})", made)
         flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
         uses = _vectors(expr) if self._dims else ()
-        return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body), uses=uses)
+        return fragment(f'{self._view}.visible.over("{expr.op}", {{}}{flags})', self.value(expr.body), uses=uses)
 
     def _over_dims(self, expr: Reduce) -> Fragment:
         product = call("*", Input(name="q"), Input(name="k"))
@@ -283,11 +286,12 @@ class TensorPrinter(_TorchPrinter):
             inside = self._inside(dims=True)
             made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
         elif expr.op == "sum" and expr.body == product:
-            made = Fragment(f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}")
+            dot = "dot_qk" if expr.within != "sketch" else f"sketch.dot({self._view}.query, {self._view}.key)"
+            made = Fragment(f"{self._view}.{dot}")
         else:
             body = self._inside(dims=True).value(expr.body)
             sketched = expr.within == "sketch"
-            reduced = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
+            reduced = f'{self._view}.sketch.over("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
             made = fragment(reduced, body, uses=_vectors(expr))
         return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
 
@@ -302,7 +306,7 @@ class TensorPrinter(_TorchPrinter):
         body = TensorPrinter("text", grouped=grouped, dims=dims).value(expr.body)
         after = [] if expr.after is None else [TensorPrinter(self._view).value(expr.after)]
         flags = ", grouped=True" * grouped + ", dims=True" * dims + ", after={}" * len(after)
-        return fragment(f'{self._view}.over_text("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
+        return fragment(f'{self._view}.text.over("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
 
     def _over_page(self, expr: Reduce) -> Fragment:
         """What pages hold has nothing to do with the query: it is found once for the whole group, but for what the prompt's gave."""
@@ -312,7 +316,7 @@ class TensorPrinter(_TorchPrinter):
             ".unsqueeze(-1)" if self._dims and not dims else ""
         )
         flags = ", grouped=True" * grouped + ", dims=True" * dims + ", following=True" * (expr.within == "next")
-        return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flags}){lifted}', inside.value(expr.body))
+        return fragment(f'{self._view}.pages.over("{expr.op}", {{}}{flags}){lifted}', inside.value(expr.body))
 
     def _over_others(self, expr: Reduce) -> Fragment:
         """Each slot against the others, the same for the whole group: the body is a function of what both have."""
@@ -323,7 +327,7 @@ class TensorPrinter(_TorchPrinter):
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
         flags = f"{', dims=True' if dims else ''}{vectors}{', itself=True' if expr.within == 'self' else ''}"
         own, others = (fragment("[" + ", ".join("{}" for _ in parts) + "]", *parts) for parts in (pairs.own, pairs.others))
-        made = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
+        made = f'{self._view}.visible.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
         return fragment(made, body, own, others)
 
     def _begun(self, expr: Call) -> Fragment:
@@ -334,43 +338,45 @@ class TensorPrinter(_TorchPrinter):
         vector, matrix = expr.args
         assert isinstance(matrix, TensorRef)
         name = "project_group" if matrix.group else "project"
-        return fragment(f'{self._view}.{name}("{matrix.name}", {{}})', self.value(vector))
+        return fragment(f'{self._view}.constants.{name}("{matrix.name}", {{}})', self.value(vector))
 
     def _pairs(self, expr: Call) -> Fragment:
-        return fragment(f"{self._view}.pairs({{}})", self.value(expr.args[0], ATOM))
+        return fragment(f"{self._view}.rotation.pairs({{}})", self.value(expr.args[0], ATOM))
 
     def _turn(self, expr: Call) -> Fragment:
         vector, by = expr.args
-        return fragment(f"{self._view}.turn({{}}, {{}})", self.value(vector, ATOM), self._inside(dims=False).value(by))
+        return fragment(f"{self._view}.rotation.turn({{}}, {{}})", self.value(vector, ATOM), self._inside(dims=False).value(by))
 
     def _ahead(self, expr: Call) -> Fragment:
         vector, *numbers = expr.args
         parts = [self.value(vector, ATOM), *map(TensorPrinter(self._view).value, numbers)]
-        return fragment(f"{self._view}.ahead({', '.join('{}' for _ in parts)})", *parts)
+        return fragment(f"{self._view}.rotation.ahead({', '.join('{}' for _ in parts)})", *parts)
 
     def _leverage(self, expr: Call) -> Fragment:
         vector, ridge = expr.args
         parts = self._inside(dims=True).value(vector), TensorPrinter(self._view).value(ridge)
         lifted = ".unsqueeze(-1)" if self._dims else ""
-        return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", *parts)
+        return fragment(f"{self._view}.visible.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", *parts)
 
     def _rank(self, expr: Rank) -> Fragment:
         grouped = of_query_heads(expr.body) and expr.within != "heads"  # what these have of it has been pooled
         inside = self._inside(grouped=grouped, dims=False)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
-        name = {"all": "rank", "page": "rank_in_page", "heads": "rank_over_heads"}[expr.within]
+        name = {"all": "visible.rank", "page": "pages.rank", "heads": "visible.rank_over_heads"}[expr.within]
         flag = ", grouped=True" if grouped else ""
         return fragment(f"{self._view}.{name}({{}}{flag}){lifted}", inside.value(expr.body))
 
     def _enough(self, expr: Call) -> Fragment:
         values, share, order = expr.args
         parts = [self.value(values), CountPrinter(self._view)(share), self.value(order)]
-        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}).float()", *parts)
+        return fragment(f"{self._view}.visible.enough({{}}, {{}}, {{}}).float()", *parts)
 
     def _pool(self, expr: Call) -> Fragment:
         flat = TensorPrinter(self._view, names=self._names)  # what it pools is the group's
         values, size = expr.args
-        return self._lift(fragment(f"{self._view}.{expr.op}({{}}, {{}})", flat.body(values), flat.value(size)))
+        op = expr.op.removesuffix("_pool")
+        pool = f'{self._view}.visible.pool("{op}", {{}}, {{}}, {self._view}.protected)'
+        return self._lift(fragment(pool, flat.body(values), flat.value(size)))
 
     code: ClassVar[Code] = {
         **_TorchPrinter.code,
@@ -378,7 +384,7 @@ class TensorPrinter(_TorchPrinter):
         **dict.fromkeys(POOLS, _pool),
         "param": lambda self, expr: self._of_view(f'number("{spelled(expr.name)}")', grouped=True, dims=True),
         "tensor": _tensor,
-        "vectors": lambda self, expr: self._of_view(f'vectors("{expr.name}")'),
+        "vectors": lambda self, expr: self._of_view(f'constants.vectors("{expr.name}")'),
         "column": Printer.read_column,
         "sqrt": _sqrt,
         "rank": _rank,
@@ -462,5 +468,5 @@ def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
         return None
     for weights, vectors in (body.args, body.args[::-1]):
         if isinstance(vectors, Input) and vectors.name in ("k", "v") and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
-            return weights, f"{vectors.name}s"
+            return weights, {"k": "key", "v": "value"}[vectors.name]
     return None

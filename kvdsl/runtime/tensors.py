@@ -18,6 +18,44 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 @dataclass(frozen=True)
+class Constants:
+    """What a policy's tensors have for some KV heads of a layer.
+
+    Attributes:
+        values: by name, float32 [kv_heads, dim] each, of a matrix [kv_heads, rank, dim].
+    """
+
+    values: Mapping[str, Tensor]
+
+    def scalar(self, name: str) -> Tensor:
+        """What a tensor without dims has: [1, kv_heads, 1, 1]."""
+        return self.values[name][None, :, :1, None]
+
+    def of_head(self, name: str) -> Tensor:
+        """The same as a number that tokens are counted by: float64 [1, kv_heads, 1]."""
+        return self.values[name][None, :, :1].double()
+
+    def vector(self, name: str) -> Tensor:
+        """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
+        return self.values[name][None, :, None, None]
+
+    def vectors(self, name: str) -> Tensor:
+        """What a tensor has of each query head, with room for queries and slots: [1, kv_heads, group, 1, 1, dim]."""
+        return self.values[name][None, :, :, None, None]
+
+    def project_group(self, name: str, x: Tensor) -> Tensor:
+        """A vector, [batch, kv_heads, group or 1, queries, slots, dim], over the rank of each query head's matrix."""
+        return x.float() @ self.values[name][None, :, :, None].transpose(-1, -2)
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """A vector, [batch, kv_heads, ..., dim], over the rank of a tensor: [batch, kv_heads, ..., rank]."""
+        return torch.einsum("bh...d,hrd->bh...r", x.float(), self.values[name])
+
+
+NO_CONSTANTS = Constants({})
+
+
+@dataclass(frozen=True)
 class Tensors:
     """A policy's tensors.
 

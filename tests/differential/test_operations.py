@@ -195,7 +195,7 @@ def test_no_column_holds_a_median() -> None:
 # -- vectors, weighted -------------------------------------------------------------------------------------------------
 
 WEIGHTED = {
-    "mean(norm2(sum(attn * v over slots)))": "row.weighted_vs(row.attn)",
+    "mean(norm2(sum(attn * v over slots)))": "row.visible.weighted(row.attn, row.value)",
     "sum(norm1(sum(k * (logit > 0) over slots)))": "row.weighted_ks((row.logit > 0).float())",
     "max(sum(sum(dot(q, k) * k over slots) * q over dims))": "row.weighted_ks(row.dot_qk, grouped=True)",
 }

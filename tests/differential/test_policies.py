@@ -21,7 +21,7 @@ from kvdsl.passes.fold import fold
 from kvdsl.runtime.torch import settle as settling
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.columns import Columns
-from kvdsl.runtime.torch.view import View
+from kvdsl.runtime.torch.visible import Visible
 from kvdsl.source import SourceFile
 from scripts.fuzz import policies as fuzz
 from tests.quick import few
@@ -124,8 +124,8 @@ def _oldest_for_last(columns: Columns, name: str, x: torch.Tensor) -> None:
     Columns.max(columns, name, x)
 
 
-def _mean_of_one_more(view: View, op: str, x: torch.Tensor, **axes: Any) -> torch.Tensor:
-    found = REAL_OVER_SLOTS(view, op, x, **axes)
+def _mean_of_one_more(visible: Visible, op: str, x: torch.Tensor, **axes: Any) -> torch.Tensor:
+    found = REAL_OVER_SLOTS(visible, op, x, **axes)
     return found * 0.999 if op == "mean" else found
 
 
@@ -137,11 +137,11 @@ def _protects_one_fewer(protection: settling.Protection, by: Any, count: Any) ->
     REAL_TOP(protection, by, count - 1)
 
 
-REAL_OVER_SLOTS, REAL_GRADE, REAL_TOP = View.over_slots, settling.grade, settling.Protection.top
+REAL_OVER_SLOTS, REAL_GRADE, REAL_TOP = Visible.over, settling.grade, settling.Protection.top
 
 PLANTED: dict[str, tuple[object, str, Any]] = {
     "a column by another rule": (Columns, "last", _oldest_for_last),
-    "a mean that is off by a thousandth": (View, "over_slots", _mean_of_one_more),
+    "a mean that is off by a thousandth": (Visible, "over", _mean_of_one_more),
     "ties the other way": (settling, "grade", _newer_leaves_first),
     "one token less protected": (settling.Protection, "top", _protects_one_fewer),
 }

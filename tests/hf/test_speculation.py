@@ -102,7 +102,13 @@ def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
         pytest.skip("the assistant's own cache, which is transformers', fails")
     plain, assisted = cache_for(name, family), cache_for(name, family)
     removed: list[int] = []
-    crop, assisted.crop = assisted.crop, lambda n: (removed.append(assisted.layers[0].to_remove(n)), crop(n))[1]
+    crop = assisted.crop
+
+    def noted(tokens: int) -> None:
+        removed.append(assisted.layers[0].undo.to_remove(assisted.get_seq_length(), tokens))
+        crop(tokens)
+
+    assisted.crop = noted
     found = generate(family, assisted, assistant_model=guesser(family))
     assert torch.equal(found, generate(family, plain, max_new_tokens=len(found)))
     same(assisted, plain)
@@ -284,7 +290,7 @@ def test_guesses_after_a_prompt_are_steps() -> None:
     assert (found - torch.cat(expected, 1)).abs().max() < 1e-4
     assert kept(guessing, 0) == kept(plain, 0)
     guessing.crop(-10)
-    assert len(guessing.layers[0].log) == 0
+    assert len(guessing.layers[0].undo.log) == 0
 
 
 def test_a_copy_goes_back_by_itself() -> None:
@@ -297,9 +303,9 @@ def test_a_copy_goes_back_by_itself() -> None:
 
 def test_what_is_noted_counts_and_ends() -> None:
     cache, _ = filled(steps=4)
-    noted = cache.layers[0].log.bytes()
+    noted = cache.layers[0].undo.log.bytes()
     assert noted > 0
-    assert cache.bytes() == sum(layer.state.bytes() + layer.log.bytes() for layer in cache.layers)
+    assert cache.bytes() == sum(layer.state.bytes() + layer.undo.log.bytes() for layer in cache.layers)
     filled_up = cache.bytes()
     for layer in cache.layers:
         layer.record_past = False  # as transformers does when it has gone back

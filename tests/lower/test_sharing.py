@@ -29,7 +29,7 @@ def test_what_several_lines_return_is_looked_at_together() -> None:
 def test_views_literals_and_what_a_lambda_has_stay_where_they_are() -> None:
     lines = [
         "return torch.where(row.k.unsqueeze(2) > -torch.inf, row.k.unsqueeze(2), -torch.inf)",
-        'return slots.over_text("sum", lambda text: text.q * 2 + text.q * 2)',
+        'return slots.text.over("sum", lambda text: text.q * 2 + text.q * 2)',
     ]
     for line in lines:
         assert shared([line]) == (line,)

@@ -77,7 +77,7 @@ def test_a_text_that_32_bits_cannot_count_is_refused(backend: str, monkeypatch: 
     with torch.no_grad():
         model(torch.arange(1, 20)[None], **with_cache(cache))
         for layer in cache.layers:
-            layer.set_length(MOST_TOKENS - 1)
+            layer.counted = MOST_TOKENS - 1
             layer.state.position.add_(torch.where(layer.state.position >= 0, MOST_TOKENS - 1 - 19, 0).int())
             layer.state.seen.fill_(MOST_TOKENS - 1)
         model(token, **with_cache(cache))

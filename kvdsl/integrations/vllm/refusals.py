@@ -53,7 +53,7 @@ def refuse_policy(state: SlotState) -> None:
     Args:
         state: empty.
     """
-    spec, given = state.spec, state.settings.given
+    spec, given = state.spec, state.settings.params
     state.settings.refuse_hopeless()
     budget = given.get("budget")
     if budget is not None and is_rate(budget):

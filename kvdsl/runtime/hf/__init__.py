@@ -7,17 +7,17 @@
 - `watch`: what a cache learns from these, and refuses of them.
 - `generation`: what generation says of the text that it continues.
 - `layer`: one layer's slots, seen as a transformers cache layer.
-- `models`: which models can be served.
+- `checks`: what must not happen to it in a forward.
+- `models`: which models can be served, and which of their KV heads a process has.
 - `admission`: preparing a model, and the self-test that its attention is really reached.
 - `rope`: how the model's layers rotate keys, for compact positions.
 - `speculation`: taking tokens back, and forwards of which some tokens are guesses.
 - `supplying`: what the caller gives of each token.
-- `tensor_parallel`: which KV heads a process has.
 - `cache`: KVCache, the base of every generated cache class.
 """
 
-from kvdsl.runtime.hf.admission import release
 from kvdsl.runtime.hf.cache import KVCache
+from kvdsl.runtime.hf.models import release
 from kvdsl.runtime.hf.supplying import Supplier
 
 __all__ = ["KVCache", "Supplier", "release"]

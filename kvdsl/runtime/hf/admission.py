@@ -21,7 +21,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import serve_attention
 from kvdsl.runtime.hf.forwards import serve_forwards
 from kvdsl.runtime.hf.generation import serve_generation
-from kvdsl.runtime.hf.models import at_rest, execution_device, refuse_unsupported, text_model, unwrap
+from kvdsl.runtime.hf.models import at_rest, execution_device, refuse_unsupported, text_model
 from kvdsl.runtime.hf.versions import text_config, with_cache
 from kvdsl.runtime.spec import PolicySpec
 
@@ -122,8 +122,6 @@ lock = threading.RLock()
 
 _admitted: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
-_releases: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-
 
 def admit(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel], Cache]) -> None:
     """Prepare a model for caches of ours.
@@ -144,15 +142,3 @@ def admit(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel], 
         serve_attention(model)
         compare(at_rest(model), keeps_everything)
         _admitted.add(part)
-
-
-def release(model: Any) -> None:
-    """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
-    model = unwrap(model)
-    with lock:
-        _releases[model] = releases(model) + 1
-
-
-def releases(model: PreTrainedModel | None) -> int:
-    """How often `release` was called for the model."""
-    return _releases.get(model, 0) if model is not None else 0

@@ -1,6 +1,6 @@
 """The attention and mask functions of transformers, which serve a cache of ours where one is given.
 
-`SlotLayer.update` hands the new keys back with itself attached (`mark`). The functions that models call look for that mark: a marked key
+`SlotLayer.update` hands the new keys back with itself attached (`MARK`). The functions that models call look for that mark: a marked key
 goes to its layer, every other key goes to the function that stood there before. The mask functions do the same by the type of the
 cache's length. Nothing of a model or its config changes, and nothing global says which cache is in use, so any number of models, caches
 and threads work side by side.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -19,25 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import mask
-from kvdsl.runtime.hf.mask import SlotLength
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.hf.layer import SlotLayer
-
-_MARK = "_kvdsl_layer"
+from kvdsl.runtime.hf.layer import MARK, SlotLayer, SlotLength
 
 _SERVES = "_kvdsl_serves"
 """An attribute of the functions that look for the mark."""
 
 _EAGER = "eager_attention_forward"
 """What the name ends in by which a modeling file calls its eager attention."""
-
-
-def mark(key: Tensor, layer: SlotLayer) -> Tensor:
-    """Return the key as a new view that knows its layer."""
-    marked = key.view(key.shape)
-    setattr(marked, _MARK, layer)
-    return marked
 
 
 # -- taking the functions' places --------------------------------------------------------------------------------------
@@ -92,7 +80,7 @@ def _attention_over(own: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *rest: Any, **kwargs: Any
     ) -> Any:
-        layer: SlotLayer | None = getattr(key, _MARK, None)
+        layer: SlotLayer | None = getattr(key, MARK, None)
         if layer is None:
             return own(module, query, key, value, attention_mask, *rest, **kwargs)
         dropout = rest[0] if rest else kwargs.pop("dropout", 0.0)

@@ -18,9 +18,10 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.given import param, random_seed
-from kvdsl.runtime.hf import admission, saving, speculation
+from kvdsl.runtime.hf import admission, models, saving, speculation
 from kvdsl.runtime.hf.admission import KEEP_EVERYTHING
-from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
+from kvdsl.runtime.hf.checks import check_dtype
+from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer
 from kvdsl.runtime.hf.models import (
     execution_device,
     head_offset,
@@ -293,7 +294,7 @@ class KVCache(Cache):
     @staticmethod
     def release(model: Any) -> None:
         """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
-        admission.release(model)
+        models.release(model)
 
     def reset(self) -> None:
         """Forget everything, before an unrelated prompt.
@@ -376,13 +377,13 @@ class KVCache(Cache):
         native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         removed = 0
         for index in self.managed:  # all of them are asked before anything is changed
-            removed = self.layers[index].to_remove(tokens_to_remove, noted_only=bool(native))
+            removed = self.layers[index].undo.to_remove(self.layers[index].length, tokens_to_remove, noted_only=bool(native))
         for layer in native:
             roll_back(layer, removed)
         for index in self.managed:
             self.layers[index].crop(-removed)
             if any(sliding_window(layer) is not None for layer in native):  # these can go back no further now
-                self.layers[index].forget_steps()
+                self.layers[index].undo.forget()
 
     def activate_past_recording(self, steps: int = speculation.STEPS) -> None:
         """From now on, note what every step overwrites, so that `crop` can take back the last ones; until `reset()`.
@@ -400,7 +401,7 @@ class KVCache(Cache):
         noted = speculation.check_steps(steps)
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
-                layer.record(noted)
+                layer.undo.record(noted)
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 

@@ -23,16 +23,23 @@ _EARLIER = torch.empty(0, requires_grad=True)
 """Stands for what earlier forwards cached and somebody may want a gradient of: their graphs are gone."""
 
 
-def asking(call: AttentionCall) -> list[Tensor]:
-    """What attention depends on and has a gradient without us: queries, keys, values, sinks and slopes that require one."""
-    inputs = (call.query, call.key, call.value, call.sinks, call.slopes)
-    return [x for x in inputs if x is not None and x.requires_grad]
+class Gradients:
+    """Whether somebody may want a gradient of what a layer has cached."""
 
+    _asked = False
 
-def refusing(out: Tensor, asked: list[Tensor]) -> Tensor:
-    """What attention returns, so that its gradient is an error; `asked` is what `asking` found, or empty: it was cached earlier."""
-    attended: Tensor = torch.ops.kvdsl.attended(out, asked or [_EARLIER])
-    return attended
+    def refused(self, out: Tensor, call: AttentionCall) -> Tensor:
+        """What attention returns, so that its gradient is an error if it could be wanted, of this forward or of what is cached.
+
+        Queries, keys, values, sinks and slopes that require a gradient have one without us.
+        """
+        asked = [x for x in (call.query, call.key, call.value, call.sinks, call.slopes) if x is not None and x.requires_grad]
+        if asked:
+            self._asked = True  # written and not read, so that no graph is compiled anew for it
+        elif not self._asked:
+            return out
+        attended: Tensor = torch.ops.kvdsl.attended(out, asked or [_EARLIER])
+        return attended
 
 
 def _copied(out: Tensor, asked: list[Tensor]) -> Tensor:

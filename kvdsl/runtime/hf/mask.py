@@ -7,7 +7,7 @@ mask must be causal by itself. `SlotMask` is both: it holds the padding, and bec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +15,12 @@ from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.checks import UNTOLD
+from kvdsl.runtime.hf.layer import UNCOUNTED, SlotLayer, SlotLength
 from kvdsl.runtime.hf.versions import mask_tokens
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.hf.layer import SlotLayer
 
 _WINDOW = "_kvdsl_window"
 """An attribute of our masks: the window that the model asked for, None for the whole text."""
-
-UNTOLD = -1
-"""The window where no mask tells."""
-
-
-class SlotLength(int):
-    """The logical length of a cache of ours: the mask function knows by its type that it serves slots."""
-
-    layer: SlotLayer | None = None
-    """The layer that the mask is for, if there is one."""
-
-
-UNCOUNTED = SlotLength(-1)
-"""The length in a compiled forward, where a number would be compiled in."""
 
 
 class SlotMask(Tensor):
@@ -107,7 +92,7 @@ def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
         )
     tokens, length, window = mask_tokens(arguments), arguments["kv_length"], arguments.get("local_size")
     text = _checked(arguments.get("attention_mask"), length, tokens)
-    if text is not None and (length.layer is None or length.layer.is_alone):
+    if text is not None and (length.layer is None or length.layer.sync.is_alone):
         # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
         text = text[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
     if tokens == 1:
@@ -128,7 +113,7 @@ def _columns(text: Tensor | None, length: SlotLength, tokens: int) -> int:
     """How many keys the mask is for."""
     if text is not None:
         return text.shape[1]
-    return tokens if length == UNCOUNTED or length.layer is None or length.layer.is_alone else int(length)
+    return tokens if length == UNCOUNTED or length.layer is None or length.layer.sync.is_alone else int(length)
 
 
 def _checked(text: Tensor | None, length: SlotLength, tokens: int) -> Tensor | None:
@@ -188,7 +173,7 @@ def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
 def _read_in_a_graph(mask: Tensor, tokens: int, layer: SlotLayer) -> Tensor:
     """The padding of a mask whose numbers nobody can look at: only those that `make` makes have this form."""
     rows, columns = mask.shape[2:]
-    if rows != tokens or (layer.is_alone and columns != tokens):
+    if rows != tokens or (layer.sync.is_alone and columns != tokens):
         raise _refusal(mask)
     last = mask[:, 0, -1, -tokens:]
     return last if mask.dtype == torch.bool else last == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +216,21 @@ def _rank(model: PreTrainedModel) -> int:
     if mesh is None:
         return dist.get_rank() % int(model._tp_size)  # type: ignore[arg-type]
     return int(mesh.get_local_rank("tp") if mesh.ndim > 1 else mesh.get_local_rank())
+
+
+# -- releasing -------------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_releases: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+
+
+def release(model: Any) -> None:
+    """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
+    model = unwrap(model)
+    with _lock:
+        _releases[model] = releases(model) + 1
+
+
+def releases(model: PreTrainedModel | None) -> int:
+    """How often `release` was called for the model."""
+    return _releases.get(model, 0) if model is not None else 0

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.attention import mark, serve_attention
+from kvdsl.runtime.hf.attention import serve_attention
+from kvdsl.runtime.hf.layer import mark
 from kvdsl.runtime.hf.mask import SlotLength
 from kvdsl.runtime.hf.models import (
     at_rest,

@@ -24,7 +24,7 @@ from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import can_roll_back
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.undo import UndoLog
+from kvdsl.runtime.state.undo import UndoLog, can_truncate, truncate
 
 STEPS = 20
 """Steps that can be taken back, unless somebody asks for more: as many as transformers lets an assistant guess by default. A
@@ -89,6 +89,60 @@ def together(policy: str) -> str:
 
 
 # -- taking back -------------------------------------------------------------------------------------------------------
+
+
+class Undo:
+    """What can be taken back of one layer's tokens.
+
+    Attributes:
+        log: what the last steps overwrote, while somebody records; else None.
+        prompt_length: tokens up to the end of the last prompt, of which none can be taken back by notes.
+    """
+
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+        self.log: UndoLog | None = None
+        self.prompt_length = 0
+
+    def record(self, steps: int) -> None:
+        """From now on, note what a step overwrites, so that the last `steps` can be taken back."""
+        if self.log is None:
+            self.log = UndoLog(steps)
+        self.log.steps = max(self.log.steps, steps)
+
+    def forget(self) -> None:
+        """No step before now can be taken back."""
+        if self.log is not None:
+            self.log.forget()
+
+    def to_remove(self, length: int, tokens: int, *, noted_only: bool = False) -> int:
+        """How many tokens `crop(tokens)` removes: `-tokens`, or what exceeds the length that a positive number is.
+
+        Args:
+            length: tokens that are cached.
+            noted_only: whether other layers can go back no further than what was noted.
+
+        Raises:
+            KvdslError: if so many cannot be taken back, or if `tokens` is no whole number.
+        """
+        removed = asked_to_remove(tokens, length)
+        unaided = not noted_only and can_truncate(self._state, length, length - removed, self.prompt_length)
+        if not self._is_noted(length, removed) and not unaided:
+            refuse_too_far(self.log, removed, length - self.prompt_length)
+        return removed
+
+    def take_back(self, length: int, removed: int) -> None:
+        """Take so many tokens back, of which `to_remove` has said that it can be done."""
+        if self.log is not None and self._is_noted(length, removed):
+            self.log.take_back(self._state, removed)
+        elif removed:
+            truncate(self._state, length - removed)
+            self.forget()
+        self.prompt_length = min(self.prompt_length, length - removed)
+
+    def _is_noted(self, length: int, steps: int) -> bool:
+        """Whether the log has so many steps."""
+        return self.log is not None and steps <= min(len(self.log), length - self.prompt_length)
 
 
 def refuse_unrecordable(policy: PolicySpec, layers: Sequence[Any]) -> None:

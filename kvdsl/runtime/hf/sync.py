@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.admission import releases
 from kvdsl.runtime.hf.counting import Counting
+from kvdsl.runtime.hf.models import releases
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import CACHE
 from kvdsl.runtime.lifetimes import Linked, Weakly, plain_tensors
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.hf.layer import SlotLayer
-
 
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 """Every model's modules, as they were last looked for."""
+
+
+class Layer(Protocol):
+    """What the layers of one cache must know of each other; see `SlotLayer`."""
+
+    counted: int
+    state: SlotState
+
+    @property
+    def index(self) -> int:
+        """The layer's number in the model."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model has seen, padding included."""
 
 
 class LayerSync(Linked):
@@ -58,7 +70,7 @@ class LayerSync(Linked):
         self.ahead = False
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
         self._releases = releases(model)
-        self._layers: list[Weakly[SlotLayer]] = []
+        self._layers: list[Weakly[Layer]] = []
         self._first, self._last = -1, -1
         self.is_alone = True
 
@@ -85,7 +97,7 @@ class LayerSync(Linked):
                 "`release` was called for the cache's model, so that the cache cannot be used any more: construct another one"
             )
 
-    def enter(self, layer: SlotLayer) -> None:
+    def enter(self, layer: Layer) -> None:
         """A layer joins, in the model's order."""
         self._first = self._first if self._layers else layer.index
         self._last = layer.index
@@ -122,7 +134,7 @@ class LayerSync(Linked):
             f"{advice}; call `cache.reset()` before the next text"
         )
 
-    def begin(self, layer: SlotLayer, tokens: int) -> None:
+    def begin(self, layer: Layer, tokens: int) -> None:
         """A layer is given keys.
 
         Raises:
@@ -139,7 +151,7 @@ class LayerSync(Linked):
             raise KvdslError("the last forward was interrupted between two layers: call `cache.reset()` and start again")
         self.open = layer.index
 
-    def end(self, layer: SlotLayer) -> None:
+    def end(self, layer: Layer) -> None:
         """The layer's attention runs.
 
         Raises:
@@ -164,14 +176,14 @@ class LayerSync(Linked):
             f"{reached}the last forward was interrupted between two layers; call `cache.reset()` and start again"
         )
 
-    def take_guesses(self, layer: SlotLayer) -> int | None:
+    def take_guesses(self, layer: Layer) -> int | None:
         """How many tokens of this forward are guesses, if somebody has said; once all layers have asked, nobody has."""
         guesses = self.guesses
         if layer.index == self._last:
             self.guesses = None
         return guesses
 
-    def add(self, layer: SlotLayer, tokens: int) -> None:
+    def add(self, layer: Layer, tokens: int) -> None:
         """A layer has served these tokens; the last one counts for all."""
         if layer.index != self._last:
             return
@@ -195,7 +207,7 @@ class LayerSync(Linked):
         assert self.total is not None
         total = int(self.total)
         for layer in self._layers:
-            layer().set_length(total)
+            layer().counted = total
         self.ahead = False
 
     def forget(self) -> None:
@@ -204,17 +216,16 @@ class LayerSync(Linked):
         self.text.forget()
         self.counting.forget()
 
-    def is_first(self, layer: SlotLayer) -> bool:
+    def is_first(self, layer: Layer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""
         return layer.index == self._first
 
-    def owns(self, module: nn.Module) -> bool:
-        """Whether the module is part of the model that the cache was made for."""
+    def require_owner(self, module: nn.Module) -> None:
+        """Raise KvdslError unless the module is part of the model that the cache was made for."""
         model = self.model
-        if model is None:
-            return False
-        if module not in _parts.get(
-            model, ()
-        ):  # looked for once, not by every layer of every cache; and again if a part has joined
-            _parts[model] = weakref.WeakSet(model.modules())
-        return module in _parts[model]
+        if model is not None and module not in _parts.get(model, ()):
+            _parts[model] = weakref.WeakSet(model.modules())  # looked for once, and again if a part has joined
+        if model is None or module not in _parts[model]:
+            raise KvdslError(
+                "this cache was made for another model: construct a cache for the model that you run (each model has its own)"
+            )

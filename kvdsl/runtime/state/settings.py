@@ -42,9 +42,9 @@ class Settings(Linked):
     _latest: ClassVar[tuple[PolicySpec, Any, Table] | None] = None
     """What was found last, and asked; layers of one model ask the same, one after the other."""
 
-    def __init__(self, spec: PolicySpec, given: Mapping[str, float | None], layer: int = 0, layers: int = 1) -> None:
+    def __init__(self, spec: PolicySpec, params: Mapping[str, float | None], layer: int = 0, layers: int = 1) -> None:
         self.spec = spec
-        self.given = dict(given)
+        self.params = dict(params)
         self.layer = layer
         self.layers = layers
         self.heads = slice(None)
@@ -70,11 +70,11 @@ class Settings(Linked):
 
     def _found(self, prompt: Tensor) -> Table:
         """What the layer before has found for the same prompts, if no number depends on the layer."""
-        asked = repr(self.given), self.layers, prompt.tolist()  # 1.0, a rate, equals 1, a token: their texts do not
+        asked = repr(self.params), self.layers, prompt.tolist()  # 1.0, a rate, equals 1, a token: their texts do not
         latest = Settings._latest  # read once: another thread may serve another model
         if latest is not None and latest[0] is self.spec and latest[1] == asked:
             return latest[2]
-        given = self._given(prompt, self.layer, self.given)
+        given = self._given(prompt, self.layer, self.params)
         try:
             named = self.spec.resolve(given)
         except TooManyKeptError as error:
@@ -105,9 +105,9 @@ class Settings(Linked):
 
     def keeps_a_share(self) -> bool:
         """Whether the param `budget` is a share of the prompt, by what was given or by its default, and no number of tokens."""
-        given = self.given.get("budget")
-        if given is not None or "budget" not in self.spec.params or not self.spec.bounded:
-            return given is not None and is_rate(given)
+        budget = self.params.get("budget")
+        if budget is not None or "budget" not in self.spec.params or not self.spec.bounded:
+            return budget is not None and is_rate(budget)
         short, long = (None if found is None else self.named(found)["capacity"] for found in map(self.tried, (1.0, _LONG)))
         return short is not None and long is not None and bool((short <= 1).all() & (long > 1).any())
 
@@ -164,13 +164,13 @@ class Settings(Linked):
     def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
         """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""
         layers = range(self.layers)
-        others_fit = any(self._fits(prompt, layer, self.given) for layer in layers)
+        others_fit = any(self._fits(prompt, layer, self.params) for layer in layers)
         where = f" in layer {self.layer} of {self.layers}" if others_fit else ""
         mend = error.mend
         if error.mend_by_budget and "budget" in self.spec.params:
 
             def holds(budget: int) -> bool:
-                return all(self._fits(prompt, layer, {**self.given, "budget": budget}) for layer in layers)
+                return all(self._fits(prompt, layer, {**self.params, "budget": budget}) for layer in layers)
 
             found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds)
             mend = mend.replace("the budget", f"the budget to at least {found} tokens") if found < _MOST_TOKENS else mend

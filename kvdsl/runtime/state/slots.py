@@ -32,6 +32,7 @@ from kvdsl.runtime.state.tensors import (
     stays_where_it_is,
     with_rows,
 )
+from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
 
 
 class SlotState(Linked):
@@ -183,13 +184,6 @@ class SlotState(Linked):
         if self.together is not None:
             self.together.forget()
 
-    def begin_again(self) -> None:
-        """Forget the prompt that has just been read, the first, as if it had not come; where it is to be laid stays."""
-        expected, tensors = self.expected, self.tensors()
-        self.reset()
-        self.expected = expected
-        self.lay_into(tensors)
-
     def stays_fixed(self) -> bool:
         """Whether the slots never grow while decoding; before the prompt is known, whether they will not for a long one."""
         return not self.room.grows if self.allocated else self.room.stays_fixed()
@@ -234,11 +228,11 @@ class SlotState(Linked):
         self.constants = self.spec.tensors.rows(self.layer, sizes, heads).to(key.device)
         self.settings.heads = heads
 
-    def constants_of(self, heads: slice = slice(None)) -> dict[str, Tensor]:
-        """What the policy's tensors have for some of the KV heads, by name: float32 [heads, (rank,) key_dim]."""
+    def constants_of(self, heads: slice = slice(None)) -> Constants:
+        """What the policy's tensors have for some of the KV heads."""
         if self.spec.tensors is None:
-            return {}
-        return {name: rows[heads] for name, rows in self.spec.tensors.by_name(self.constants).items()}
+            return NO_CONSTANTS
+        return Constants({name: rows[heads] for name, rows in self.spec.tensors.by_name(self.constants).items()})
 
     # -- storage -------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Columns:
     def __init__(self, view: View) -> None:
         self._view = view
         self.columns = view.columns
-        self.visible = view.visible
+        self.visible = view.visible.mask
 
     def sum(self, name: str, x: Tensor) -> None:
         """Add up what the queries give."""

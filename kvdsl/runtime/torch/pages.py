@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kvdsl.runtime.torch.visible import Visible, standing
 
 _NONE = -(2**40)  # behind which there is no next page
 
@@ -42,7 +45,7 @@ def spread(op: str, x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tens
     return SPREAD[op](x, visible, index.expand(x.shape), dim)
 
 
-def following(op: str, own: Tensor, page: Tensor, index: Tensor, dim: int) -> Tensor:
+def _following(op: str, own: Tensor, page: Tensor, index: Tensor, dim: int) -> Tensor:
     """Give every slot what the page behind its own has; where there is none, what `op` is of nothing.
 
     Args:
@@ -88,3 +91,41 @@ SPREAD: dict[str, Spread] = {
     "min": _extreme("min", torch.inf),
 }
 """The reductions over a page that `kvdsl/lower/torch_expressions.py` says there are."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of the slots that queries see.
+
+    Attributes:
+        page: of each slot, [batch, kv_heads, 1, slots].
+    """
+
+    visible: Visible
+    page: Tensor
+
+    def over(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False, following: bool = False) -> Tensor:
+        """Give every slot what its page has: `op`, one of `SPREAD`, of the page's slots that the query sees.
+
+        Args:
+            grouped: whether x has the query heads of a group. dims: whether it has dims behind the slots.
+            following: not its own page, but the one behind it.
+        """
+        page, visible = self.page, self.visible.mask
+        if grouped:
+            page, visible = page.unsqueeze(2), visible.unsqueeze(2)
+        if dims:
+            page, visible = page.unsqueeze(-1), visible.unsqueeze(-1)
+        index = numbered(self.page).view(page.shape)
+        own = spread(op, x.float(), visible, index, -2 if dims else -1)
+        return _following(op, own, page, index, -2 if dims else -1) if following else own
+
+    def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
+        """How many of those slots of the slot's page that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
+        position, visible = self.visible.axes(grouped)
+        index = numbered(self.page).view(position.shape)
+        standings = standing(x, position, visible)
+        order = standings.argsort(-1)
+        by_page = order.gather(-1, index.expand(standings.shape).gather(-1, order).argsort(dim=-1, stable=True))
+        place = by_page.argsort(-1)
+        return (place - spread("min", place, visible, index, -1)).float()

@@ -65,7 +65,10 @@ def prefill(
             if holds:
                 say()
         return out
-    state.begin_again()
+    expected, tensors = state.expected, state.tensors()
+    state.reset()  # as if the prompt had not come; where it is to be laid stays
+    state.expected = expected
+    state.lay_into(tensors)
     return _prefill(state, call, attend, kernel)
 
 

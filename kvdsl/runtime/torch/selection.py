@@ -23,7 +23,7 @@ def attended(state: SlotState, row: View) -> Tensor:
     Args:
         row: the token's query; its state columns know nothing of it yet.
     """
-    seen = row.visible.unsqueeze(2)
+    seen = row.visible.mask.unsqueeze(2)
     if state.choices is None:
         return selected(state, row).unsqueeze(3) if state.selects else seen
     if state.choices.chooser != state.layer:
@@ -47,7 +47,7 @@ def selected(state: SlotState, row: View) -> Tensor:
     """
     kept = state.in_slots()
     numbers, position = state.settings.per_head(state.numbers), state.position
-    places, seen = Places(position), row.visible
+    places, seen = Places(position), row.visible.mask
     slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)
     state.spec.torch_kernels.protect(slots, places, numbers)
     assert row.query is not None

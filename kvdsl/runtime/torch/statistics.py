@@ -45,7 +45,7 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
         query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
         head_sinks, bias = None if sinks is None else sinks[head], prompt.bias(row, head, tokens, slots)
         base = None if normalises else lse[row, head, :, tokens]
-        view.weights = Recomputed(prompt, query, key, base, view.visible, head_sinks, bias)
+        view.weights = Recomputed(prompt, query, key, base, view.visible.mask, head_sinks, bias)
         columns.observe(view, prompt.state.spec)
 
 

@@ -14,6 +14,7 @@ from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
+from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
 from kvdsl.runtime.torch.numerics import sqrt
 
 _BLOCK = 1 << 19
@@ -47,7 +48,7 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.column_index.single(columns), call.key.shape[2]
-    constants, given = state.constants_of(), {}
+    constants, given = state.constants_of(), dict[str, Tensor]()
     if state.spec.supplied:
         names = (name for name, _ in state.spec.supplied)
         given = dict(zip(names, supplied_of(state.spec, call), strict=True))
@@ -68,14 +69,14 @@ class NewTokens:
     Attributes:
         key, value: [batch, kv_heads, tokens, dim], of the model's dtype.
         columns: float32 [batch, kv_heads, tokens], by name.
-        constants: what the policy's tensors have, float32 [kv_heads, dim] each.
+        constants: what the policy's tensors have.
         supplied: what the caller gave, float32 [batch, kv_heads, tokens], by name.
     """
 
     key: Tensor
     value: Tensor
     columns: dict[str, Tensor]
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    constants: Constants = NO_CONSTANTS
     supplied: dict[str, Tensor] = field(default_factory=dict)
 
     @once
@@ -94,7 +95,8 @@ class NewTokens:
 
     def tensor(self, name: str, *, dims: bool) -> Tensor:
         """What one of the policy's tensors has for each head."""
-        row = self.constants[name].double() if dims else self.constants[name][:, :1].double()
+        values = self.constants.values[name]
+        row = values.double() if dims else values[:, :1].double()
         return row.T[:, None, :, None]
 
     def given(self, name: str) -> Tensor:

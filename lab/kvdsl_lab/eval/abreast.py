@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.attention import mark
-from kvdsl.runtime.hf.layer import SlotLayer
+from kvdsl.runtime.hf.layer import SlotLayer, mark
 from kvdsl.runtime.hf.versions import with_cache
 
 
