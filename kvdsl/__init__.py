@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvdsl.abi import VERSION as __version__
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from kvdsl.lang.policies import policy
     from kvdsl.loading import compile, load, load_model
 
-__version__ = "0.1.0"
 __all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load", "load_model", "policy"]
 
 _LATER = {

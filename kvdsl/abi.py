@@ -1,4 +1,6 @@
-"""The number of the interface between generated packages and the runtime."""
+"""The numbers of this release: of kvdsl, and of the interface between generated packages and the runtime."""
 
-ABI = 13
+VERSION = "0.1.0"
+
+ABI = 14
 """Generated code states it; the runtime refuses a package that was made for another."""

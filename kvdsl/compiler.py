@@ -17,53 +17,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvdsl.diagnostics import Diagnostic, DiagnosticError, Sink
+from kvdsl.diagnostics import Diagnostic, DiagnosticError
+from kvdsl.sema.files import NO_SETTINGS
 from kvdsl.sema.files import Analysis as Analysis
-from kvdsl.sema.files import check_file
-from kvdsl.sema.modules import Loader
-from kvdsl.shipped import find_policy as find_policy
-from kvdsl.shipped import policy_name, text_of
+from kvdsl.sema.files import analyse as analyse
+from kvdsl.sema.files import file_text as file_text
+from kvdsl.shipped import find, policy_name, text_of
 from kvdsl.shipped import shipped_policies as shipped_policies
-from kvdsl.source import Combined, SourceFile
-from kvdsl.syntax.reader import read_source
+from kvdsl.source import SourceFile
 
 if TYPE_CHECKING:
     from kvdsl.ir.nodes import Policy
     from kvdsl.lang.policies import Policy as WrittenPolicy
     from kvdsl.lower.plan import PackagePlan
 
-NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
-
-def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO_SETTINGS) -> Analysis:
-    """Source → nodes → policy, and what is to be said about the file.
+def find_policy(named: str | Path | WrittenPolicy) -> Path | SourceFile:
+    """The file of a shipped policy, by its stem, or the path itself; of a policy that is written in Python the text that it prints as; and
+    of `h2o with when prefill` the policy with those clauses.
 
     Args:
-        source: the file, or its path.
-        settings: values of params in place of their defaults, as `--set NAME=VALUE` gives them.
-    """
-    sink = Sink()
-    text = read_source(source, sink)
-    loader = Loader(sink)
-    module = None if text is None else loader.load(text)
-    return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink, loader.read)
-
-
-def file_text(source: SourceFile) -> str:
-    """The text of a file that holds the policy; flat if it is a text with clauses, since a file holds one policy.
+        named: `"h2o"`, `"mine.kv"`, `"mine.py:calm"`, which runs that file, one of these with clauses, or what `@kvdsl.policy` made.
 
     Raises:
-        DiagnosticError: if that has errors.
+        DiagnosticError: if there is no such policy or file, or if a Python file fails.
     """
-    from kvdsl.ir.printer import print_policy
+    return find(str(named), _written) if isinstance(named, (str, Path)) else named.source
 
-    root: SourceFile | Path = source
-    while isinstance(root, Combined):
-        root = root.base
-    return source.as_file if root is source or isinstance(root, Path) else print_policy(analyse(source).policy)
+
+def _written(path: Path, name: str) -> SourceFile:
+    """What a Python file writes."""
+    from kvdsl.lang.modules import policy_of
+
+    return policy_of(path, name).source
 
 
 def plan_of(policy: Policy) -> PackagePlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
@@ -284,3 +285,39 @@ def _columns(text: str) -> int:
     """How many columns a terminal takes to show a printable text."""
     wide = {"W": 2, "F": 2}
     return sum(0 if unicodedata.combining(char) else wide.get(unicodedata.east_asian_width(char), 1) for char in text)
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+_IMPORTS = ("KV0204", "KV0217")
+"""What is wrong with an import: where it is, nothing is said of what it would make known."""
+
+
+def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
+    """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
+    stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
+    the expression around the edit, of which nothing was said while its part was wrong. Of a line the first syntax error is told, so
+    that the same one behind the edit is a later one.
+    """
+
+    def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
+        return Counter((one.code, one.message) for one in all)
+
+    earlier, now, key = said(before), said(after), (found.code, found.message)
+    stage, size = "KV01" if found.code in _IMPORTS else found.code[:4], len(fix.text)
+    counted = [
+        sum((one.code, one.message) == key and (stage != "KV01" or one == found or one.span.start < end) for one in all)
+        for all, end in ((before, fix.span.end), (after, fix.span.start + size))
+    ]
+    if counted[1] >= counted[0]:
+        return False
+    for one in after:
+        same = (one.code, one.message)
+        if one.severity != "error" or same == key or now[same] <= earlier[same]:
+            continue
+        start, end = one.span.start, one.span.end
+        around = start <= fix.span.start and fix.span.start + size <= end
+        if one.code[:4] < stage or (one.code[:4] == stage and not around):
+            return False
+    return True

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvdsl import __version__
+from kvdsl.abi import VERSION
 
 
 def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[st
         dtype, seed: of the computation, where there is one.
     """
     return {
-        "kvdsl": __version__,
+        "kvdsl": VERSION,
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),

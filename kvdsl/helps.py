@@ -1,22 +1,17 @@
 """What a help offers: the edits that mend a finding, as data.
 
 A help that proposes code is made here, so that an editor, `kvdsl check --format json` and the tests apply what the text says,
-and nobody has to guess it from the text. One rule holds for all of them (`mends`): with the edit the file checks, or what is
+and nobody has to guess it from the text. One rule holds (`kvdsl.diagnostics.mends`): with the edit the file checks, or what is
 wrong then is something else, which was found later.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvdsl.source import Span
-
-if TYPE_CHECKING:
-    from kvdsl.diagnostics import Diagnostic
 
 
 @dataclass(frozen=True)
@@ -192,39 +187,3 @@ def _without(place: Span) -> Way:
     elif text[start - 1 : start] == " " and not text[end : end + 1].isalnum():
         start -= 1
     return lambda span: Fix(place.file.span(start, end), "", title)
-
-
-# -- the rule ----------------------------------------------------------------------------------------------------------
-
-
-_IMPORTS = ("KV0204", "KV0217")
-"""What is wrong with an import: where it is, nothing is said of what it would make known."""
-
-
-def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
-    """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
-    stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
-    the expression around the edit, of which nothing was said while its part was wrong. Of a line the first syntax error is told, so
-    that the same one behind the edit is a later one.
-    """
-
-    def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
-        return Counter((one.code, one.message) for one in all)
-
-    earlier, now, key = said(before), said(after), (found.code, found.message)
-    stage, size = "KV01" if found.code in _IMPORTS else found.code[:4], len(fix.text)
-    counted = [
-        sum((one.code, one.message) == key and (stage != "KV01" or one == found or one.span.start < end) for one in all)
-        for all, end in ((before, fix.span.end), (after, fix.span.start + size))
-    ]
-    if counted[1] >= counted[0]:
-        return False
-    for one in after:
-        same = (one.code, one.message)
-        if one.severity != "error" or same == key or now[same] <= earlier[same]:
-            continue
-        start, end = one.span.start, one.span.end
-        around = start <= fix.span.start and fix.span.start + size <= end
-        if one.code[:4] < stage or (one.code[:4] == stage and not around):
-            return False
-    return True

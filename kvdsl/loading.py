@@ -10,12 +10,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
@@ -76,10 +76,10 @@ def _laid_out(found: type[KVCache], storage: str | None, rope: str | None) -> ty
     if spec is found.spec:
         return found
     names = {"spec": spec, "__doc__": found.__doc__, "__module__": found.__module__, "__qualname__": found.__qualname__}
-    made = type(found.__name__, (found,), names)
-    source, settings = _MADE[found]
+    made: type[KVCache] = type(found.__name__, (found,), names)
+    assert isinstance(found.origin, Loaded)
     memory = {name: value for name, value in (("storage", storage), ("rope", rope)) if value is not None}
-    _MADE[made] = source, {**settings, **memory}
+    made.origin = Loaded(found.origin.source, {**found.origin.settings, **memory})
     return made
 
 
@@ -92,39 +92,48 @@ def _with_warnings(compiled: Compiled) -> type[KVCache]:
     return cache_class(compiled)
 
 
-def with_clauses(cache_class: type[KVCache], clauses: str, settings: Mapping[str, Any]) -> type[KVCache]:
-    """The class of a loaded class's policy with clauses; the settings of either hold, but for params that the clauses change.
+@dataclass(frozen=True)
+class Loaded:
+    """What a class was made from that `load` or `compile` gave, and the settings with which; see `kvdsl.runtime.hf.saving.Origin`."""
 
-    Raises:
-        DiagnosticError: if it has errors.
-        KvdslError: if `load` or `compile` has not made the class.
-    """
-    from kvdsl.compiler import compile_found
-    from kvdsl.shipped import combine
+    source: SourceFile | Path
+    settings: Mapping[str, str]
 
-    if cache_class not in _MADE:
-        raise KvdslError(
-            f"`{cache_class.__name__}` was not loaded from a policy's text, so that clauses cannot be added: "
-            f"load the policy with `kvdsl.load`, or write `policy NAME = {cache_class.__name__.removesuffix('Cache')} with ...` in a file"
-        )
-    source, before = _MADE[cache_class]
-    changed = set(re.findall(r"\bparam\s+(\w+)", clauses))
-    if "budget" in changed or settings.keys() & {"budget", "ratio"}:
-        changed |= {"budget"} if "ratio" in cache_class.spec.params else {"budget", "ratio"}
-    kept = {name: value for name, value in before.items() if name not in changed}
-    kept |= {name: str(value) for name, value in settings.items()}
-    storage, rope = kept.pop("storage", None), kept.pop("rope", None)
-    return _laid_out(_with_warnings(compile_found(combine(source, clauses), kept)), storage, rope)
+    def name(self, cache_class: type[KVCache]) -> str:
+        """By what `load` finds the class again: `h2o`, `h2o with when prefill`."""
+        return self.source.text if isinstance(self.source, Combined) else cache_class.spec.stem
 
+    def with_clauses(self, cache_class: type[KVCache], clauses: str, settings: Mapping[str, Any]) -> type[KVCache]:
+        """The class of the policy with clauses; the settings of either hold, but for params that the clauses change.
 
-def named(cache_class: type[KVCache]) -> str:
-    """By what `load` finds a class again that it has made: `h2o`, `h2o with when prefill`."""
-    source, _ = _MADE.get(cache_class, (None, {}))
-    return source.text if isinstance(source, Combined) else cache_class.spec.stem
+        Raises:
+            DiagnosticError: if it has errors.
+        """
+        from kvdsl.compiler import compile_found
+        from kvdsl.shipped import combine
 
+        changed = set(re.findall(r"\bparam\s+(\w+)", clauses))
+        if "budget" in changed or settings.keys() & {"budget", "ratio"}:
+            changed |= {"budget"} if "ratio" in cache_class.spec.params else {"budget", "ratio"}
+        kept = {name: value for name, value in self.settings.items() if name not in changed}
+        kept |= {name: str(value) for name, value in settings.items()}
+        storage, rope = kept.pop("storage", None), kept.pop("rope", None)
+        return _laid_out(_with_warnings(compile_found(combine(self.source, clauses), kept)), storage, rope)
 
-_MADE: WeakKeyDictionary[type[KVCache], tuple[SourceFile | Path, Mapping[str, str]]] = WeakKeyDictionary()
-"""What the classes were made from that `load` and `compile` gave, and the settings with which."""
+    @staticmethod
+    def made_again(module: str, name: str, policy: str, expected: str) -> KVCache:
+        """An empty cache of a class that was loaded: of the module, or else of the policy that kvdsl ships under that name."""
+        from kvdsl.runtime.hf import saving
+
+        def shipped() -> type[KVCache] | None:
+            from kvdsl.diagnostics import DiagnosticError
+
+            with suppress(DiagnosticError):
+                return load(policy)
+            return None
+
+        again: KVCache = saving.made_again(module, name, policy, expected, shipped)
+        return again
 
 
 def cache_class(compiled: Compiled) -> type[KVCache]:
@@ -138,7 +147,7 @@ def cache_class(compiled: Compiled) -> type[KVCache]:
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled, folder))
     with _needing("a policy's cache"):
         found: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
-    _MADE[found] = compiled.source, compiled.settings
+    found.origin = Loaded(compiled.source, compiled.settings)
     return found
 
 

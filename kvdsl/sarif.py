@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kvdsl import __version__
+from kvdsl.abi import VERSION
 from kvdsl.codes import CODES
 from kvdsl.diagnostics import Diagnostic
 from kvdsl.source import Span
@@ -29,7 +29,7 @@ def render_sarif(diagnostics: Iterable[Diagnostic], exit_code: int) -> dict[str,
     if notices:
         invocation["toolExecutionNotifications"] = [_notice(one) for one in notices]
     run = {
-        "tool": {"driver": {"name": "kvdsl", "version": __version__, "rules": [_rule(code) for code in rules]}},
+        "tool": {"driver": {"name": "kvdsl", "version": VERSION, "rules": [_rule(code) for code in rules]}},
         "invocations": [invocation],
         "columnKind": "unicodeCodePoints",
         "results": [_result(one, rules.index(one.code)) for one in placed],

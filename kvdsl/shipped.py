@@ -8,18 +8,14 @@ Three shelves hold them: `policies/`, the short list of what is used most, `poli
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvdsl import codes
 from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
 from kvdsl.source import Combined, SourceFile
-
-if TYPE_CHECKING:
-    from kvdsl.lang.policies import Policy
 
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
@@ -79,26 +75,23 @@ def stems_by_name() -> dict[str, str]:
 # -- by name or path ------------------------------------------------------------------------------------------------
 
 
-def find_policy(named: str | Path | Policy) -> Path | SourceFile:
-    """The file of a shipped policy, by its stem, or the path itself; of a policy that is written in Python the text that it prints as; and
-    of `h2o with when prefill` the policy with those clauses.
+Written = Callable[[Path, str], SourceFile]
+"""From a Python file and the name of one of its policies to the text of that."""
+
+
+def find(text: str, written: Written) -> Path | SourceFile:
+    """What `kvdsl.compiler.find_policy` says.
 
     Args:
-        named: `"h2o"`, `"mine.kv"`, `"mine.py:calm"`, which runs that file, one of these with clauses, or what `@kvdsl.policy` made.
-
-    Raises:
-        DiagnosticError: if there is no such policy or file, or if a Python file fails.
+        written: opens `mine.py:calm`.
     """
-    if not isinstance(named, (str, Path)):
-        return named.source
-    text = str(named)
     shipped = {path.stem: path for path in all_policies()}
-    if (known := _known(text, shipped)) is not None:
+    if (known := _known(text, shipped, written)) is not None:
         return known
     pieces = _WITH.split(text.strip())
     for count in range(1, len(pieces)):
         name = " with ".join(pieces[:count])
-        if (known := _known(name, shipped)) is not None:
+        if (known := _known(name, shipped, written)) is not None:
             found: Path | SourceFile = known
             for clauses in _joined(pieces[count:]):
                 found = combine(found, clauses, name)
@@ -174,15 +167,13 @@ def file_of(name: str) -> Path:
     return Path(name if python is None else python["path"])
 
 
-def _known(name: str, shipped: Mapping[str, Path]) -> Path | SourceFile | None:
+def _known(name: str, shipped: Mapping[str, Path], written: Written) -> Path | SourceFile | None:
     """The file of the shipped policy of a name, the file at a path, if there is one, or what a Python file writes."""
     if name in shipped:
         return shipped[name]
     python = _PYTHON.fullmatch(name)
     if python is not None:
-        from kvdsl.lang.modules import policy_of
-
-        return policy_of(file_of(name), python["name"] or "").source
+        return written(file_of(name), python["name"] or "")
     try:
         return path if (path := Path(name)).is_file() else None
     except (OSError, ValueError):

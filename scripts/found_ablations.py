@@ -21,11 +21,14 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "lab")]
 
-from kvdsl.compiler import analyse  # noqa: E402
+from kvdsl.compiler import (
+    analyse,
+    find_policy,
+)
 from kvdsl.environment import environment  # noqa: E402
 from kvdsl.ir.nodes import Axis, Expr, Policy, Reduce  # noqa: E402
 from kvdsl.ir.visitors import rewrite  # noqa: E402
-from kvdsl.shipped import find_policy, found_policies  # noqa: E402
+from kvdsl.shipped import found_policies  # noqa: E402
 from kvdsl_lab.search.space import at_budget, canonical, seed_of, with_policy, without_parts  # noqa: E402
 
 BUDGET, STRETCHES = 128, 36

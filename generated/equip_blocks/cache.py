@@ -63,7 +63,7 @@ class EQUIPBlocksCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         rope_cached=True,
-        abi=13,
+        abi=14,
     )
 
     def __init__(

@@ -64,7 +64,7 @@ class RoCoCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         overprotects=True,
-        abi=13,
+        abi=14,
     )
 
     def __init__(

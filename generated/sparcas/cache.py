@@ -64,7 +64,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=13,
+        abi=14,
     )
 
     def __init__(

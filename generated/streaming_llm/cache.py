@@ -64,7 +64,7 @@ class StreamingLLMCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
-        abi=13,
+        abi=14,
     )
 
     def __init__(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from kvdsl import __version__
+from kvdsl.abi import VERSION
 from kvdsl.build.cache import cache_folder, told
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
@@ -182,7 +182,7 @@ def _place(name: str, source: str = "") -> Path:
     """Where in the cache lies what is built of the runtime and perhaps a source."""
     cxx = compiler()
     digest = hashlib.sha256(_runtime())
-    for part in (source, " ".join((*cxx, *flags(), *EXACT)), compiler_version(*cxx), _processor(), __version__):
+    for part in (source, " ".join((*cxx, *flags(), *EXACT)), compiler_version(*cxx), _processor(), VERSION):
         digest.update(part.encode() + b"\0")
     return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}"
 

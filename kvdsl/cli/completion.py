@@ -12,6 +12,9 @@ from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.shipped import all_policies, separate
 
+POLICY = "roco"
+"""What commands take that are given none."""
+
 _NAMING = ("named", "names", "policy", "policies", "files", "what")
 """What commands call the arguments and options that name policies."""
 
@@ -75,8 +78,6 @@ def _paths(start: str) -> Iterator[str]:
 
 def _named(ctx: click.Context) -> Iterable[str]:
     """The policies that are named so far; the command's own default without any."""
-    from kvdsl.cli.options import POLICY
-
     found = [word for word in ctx.args if not word.startswith("-")]  # an option without a value keeps them out of the params
     for name in _NAMING:
         value = ctx.params.get(name)

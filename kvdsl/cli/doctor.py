@@ -125,8 +125,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _vllm() -> str:
-    from kvdsl.integrations.vllm import RELEASES, tested
     from kvdsl.integrations.vllm.launch import installed
+    from kvdsl.integrations.vllm.releases import RELEASES, tested
 
     found = installed()
     if found is None:

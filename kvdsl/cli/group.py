@@ -15,7 +15,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from kvdsl import __version__, lab
+from kvdsl import lab
+from kvdsl.abi import VERSION
 from kvdsl.cli.common import error, guarded
 
 COMMANDS = {
@@ -121,7 +122,7 @@ def _unknown(name: str) -> str:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Exit codes: 0 all is well, 1 something was found, 2 could not run. `kvdsl COMMAND --help` has examples.",
 )
-@click.version_option(__version__, prog_name="kvdsl")
+@click.version_option(VERSION, prog_name="kvdsl")
 def group(**_: Any) -> None:
     """A small language for the KV-cache policies of language models, and its compiler.
 

@@ -10,10 +10,10 @@ import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import set_option
+from kvdsl.cli.completion import POLICY
 from kvdsl.errors import KvdslError
 from kvdsl.memory import ROPES, slots_of_a_block
 
-POLICY = "roco"
 """What runs where no policy is named."""
 
 

@@ -10,8 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
-from kvdsl import __version__
-from kvdsl.abi import ABI
+from kvdsl.abi import ABI, VERSION
 from kvdsl.emit.data import TENSORS
 from kvdsl.emit.environment import environment
 from kvdsl.files import write_whole
@@ -60,12 +59,12 @@ _MADE = "Made by kvdsl"
 
 
 def _banner(plan: PackagePlan, source: str) -> str:
-    return f"{_MADE} {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
+    return f"{_MADE} {VERSION} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
 
 
 def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:
     content = {
-        "kvdsl": __version__,
+        "kvdsl": VERSION,
         "abi": ABI,
         "policy": plan.name,
         "source": origin,

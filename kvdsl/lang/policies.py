@@ -147,7 +147,7 @@ class Policy:
     @property
     def kv(self) -> str:
         """The policy as a .kv file has it; of one with clauses, which needs no errors for that, what they come to."""
-        from kvdsl.compiler import file_text
+        from kvdsl.sema.files import file_text
 
         return file_text(self.source)
 
@@ -162,7 +162,7 @@ class Policy:
 
     def check(self, **settings: Any) -> tuple[Diagnostic, ...]:
         """What is wrong with it, or worth a warning, with these values of params."""
-        from kvdsl.compiler import analyse
+        from kvdsl.sema.files import analyse
 
         return analyse(self.source, settings={name: str(value) for name, value in settings.items()}).diagnostics
 

@@ -1,4 +1,4 @@
-"""The edits that helps offer, as quick fixes; one that would not mend this text (`kvdsl.helps.mends`) is left out."""
+"""The edits that helps offer, as quick fixes; one that would not mend this text (`kvdsl.diagnostics.mends`) is left out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from lsprotocol import types as lsp
 
-from kvdsl.diagnostics import Diagnostic
-from kvdsl.helps import mends
+from kvdsl.diagnostics import Diagnostic, mends
 from kvdsl.lsp.diagnostics import shown
 from kvdsl.lsp.document import Document, read_document
 from kvdsl.sema.modules import NO_TEXTS

@@ -11,7 +11,7 @@ from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 
-from kvdsl import __version__
+from kvdsl.abi import VERSION
 from kvdsl.lsp import navigation
 from kvdsl.lsp.completion import completion
 from kvdsl.lsp.diagnostics import diagnostics
@@ -30,7 +30,7 @@ class Server(LanguageServer):
     """A server and the texts that its client has open. Texts are small, so that each change sends the whole."""
 
     def __init__(self) -> None:
-        super().__init__("kvdsl", __version__, text_document_sync_kind=lsp.TextDocumentSyncKind.Full)
+        super().__init__("kvdsl", VERSION, text_document_sync_kind=lsp.TextDocumentSyncKind.Full)
         self.texts = Workspace()
         self.dismissed = False  # whether the client has asked it to end
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdsl import codes
@@ -14,12 +15,13 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.resources import read_resource, resource
 from kvdsl.sema.check import Checker
 from kvdsl.sema.lets import check_library, prelude_scope
-from kvdsl.sema.modules import Module
+from kvdsl.sema.modules import Loader, Module
 from kvdsl.sema.resolve import resolve
 from kvdsl.sema.scope import Scope
 from kvdsl.sema.settings import read_settings
-from kvdsl.source import SourceFile
+from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.reader import read_source
 from kvdsl.syntax.shape import parse_module
 
 if TYPE_CHECKING:
@@ -76,6 +78,37 @@ class Analysis:
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
         told = tuple(one.at_origin() for one in shown)
         return Analysis(policies, told, found if isinstance(found, tuple) else (), frozenset(read), text)
+
+
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
+
+
+def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO_SETTINGS) -> Analysis:
+    """Source → nodes → policy, and what is to be said about the file.
+
+    Args:
+        source: the file, or its path.
+        settings: values of params in place of their defaults, as `--set NAME=VALUE` gives them.
+    """
+    sink = Sink()
+    text = read_source(source, sink)
+    loader = Loader(sink)
+    module = None if text is None else loader.load(text)
+    return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink, loader.read)
+
+
+def file_text(source: SourceFile) -> str:
+    """The text of a file that holds the policy; flat if it is a text with clauses, since a file holds one policy.
+
+    Raises:
+        DiagnosticError: if that has errors.
+    """
+    from kvdsl.ir.printer import print_policy
+
+    root: SourceFile | Path = source
+    while isinstance(root, Combined):
+        root = root.base
+    return source.as_file if root is source or isinstance(root, Path) else print_policy(analyse(source).policy)
 
 
 def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:

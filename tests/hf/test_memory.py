@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvdsl
-from kvdsl.compiler import analyse
+from kvdsl.compiler import analyse, find_policy
 from kvdsl.explain.facts import facts
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import AT_ONCE
-from kvdsl.shipped import find_policy
 from tests.hf import policies, zoo
 from tests.quick import few
 

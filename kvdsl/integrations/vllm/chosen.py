@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
         return Unasked
     import vllm
 
-    from kvdsl.integrations.vllm.refusals import refuse_release
+    from kvdsl.integrations.vllm.releases import refuse_release
 
     refuse_release(vllm.__version__)
     from kvdsl.integrations.vllm.backend import PolicyBackend

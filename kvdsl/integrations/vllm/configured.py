@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm import NAME
+from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import asked
 
 
@@ -33,7 +33,7 @@ def _name(config: Any) -> None:
     import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kvdsl.integrations.vllm.refusals import refuse_release
+    from kvdsl.integrations.vllm.releases import refuse_release
 
     refuse_release(vllm.__version__)
     ours, attention = AttentionBackendEnum[NAME], config.attention_config

@@ -6,16 +6,14 @@ import ctypes
 import weakref
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.ledger import Ledger, Sizes
 from kvdsl.integrations.vllm.page import Page
-
-if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.step import Step
+from kvdsl.integrations.vllm.step import Step
 
 _SOURCE = Path(__file__).with_name("evictions.cpp")
 

@@ -10,7 +10,6 @@ import torch
 
 from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm import INSTALL, RELEASES, tested
 from kvdsl.integrations.vllm.settings import traced
 from kvdsl.lab import lab
 from kvdsl.runtime.spec import PolicySpec
@@ -116,12 +115,6 @@ def _same_for_all_prompts(state: SlotState) -> bool:
     except KvdslError:
         return False
     return bool((numbers == served[0]).all())
-
-
-def refuse_release(version: str) -> None:
-    """Raise KvdslError for a release of vLLM that kvdsl was not tested with."""
-    if not tested(version):
-        raise KvdslError(f"kvdsl serves in vLLM {', '.join(RELEASES)}, this is {version}: {INSTALL}")
 
 
 def refuse_configuration(config: Any, spec: PolicySpec) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.evictions import Evictions
 
 SHORT = 1024
 """Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
@@ -127,6 +124,13 @@ class EveryOne:
     real: Tensor
 
 
+class Counting(Protocol):
+    """Counts who has left; see `kvdsl.integrations.vllm.evictions`."""
+
+    def layer_is_done(self, kv_cache: Tensor, page: Any, step: Step) -> None:
+        """A layer has attended."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What a step's requests are, in steps of which the host knows that.
@@ -143,7 +147,7 @@ class Step:
     batches: list[Batch]
     decoded: list[Decoded]
     rejected: list[tuple[int, int]]
-    evictions: Evictions
+    evictions: Counting
     pages: list[int]
 
     def prompts(self) -> Iterator[Prompt]:

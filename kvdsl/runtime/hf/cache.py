@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from kvdsl.runtime.given import param, random_seed
 from kvdsl.runtime.hf import admission, models, saving, speculation
 from kvdsl.runtime.hf.admission import KEEP_EVERYTHING
 from kvdsl.runtime.hf.checks import check_dtype
+from kvdsl.runtime.hf.html import cache_html
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer
 from kvdsl.runtime.hf.models import (
     execution_device,
@@ -36,17 +36,17 @@ from kvdsl.runtime.hf.supplying import Supplier, Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.hf.watch import Watch
+from kvdsl.runtime.lifetimes import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import introduce, slot_state
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.supplied import refuse_unknown
 from kvdsl.runtime.torch.backend import TorchBackend
 
 NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
 
 
-class KVCache(Cache):
+class KVCache(Linked, Cache):
     """A cache whose policy decides what stays, for `model.generate(..., cache=cache)`.
 
     Full-attention layers are managed; sliding-window and linear layers of hybrid models keep transformers' own bounded
@@ -67,6 +67,9 @@ class KVCache(Cache):
     """
 
     spec: ClassVar[PolicySpec]
+    origin: ClassVar[saving.Origin | None] = None
+    """Where the class comes from, if it was compiled when it was asked for."""
+
     _left: Mapping[str, Any]
 
     def __init__(
@@ -88,19 +91,7 @@ class KVCache(Cache):
         model = unwrap(model)
         backends = self._prepare(model, spec, backend)
         self._begin(model, spec, given, backends, seed)
-        self._supply(model, supplied)
-
-    def _supply(self, model: PreTrainedModel, supplied: Mapping[str, Supplier | None]) -> None:
-        """From now on, ask these functions for what the policy's caller gives."""
-        for name, function in supplied.items():
-            refuse_unknown(self._spec, name)
-            if function is not None and not callable(function):
-                raise KvdslError(
-                    f"`{name}` of {self._spec.name} is {type(function).__name__}; give a function `f(module, hidden_states)`, or the "
-                    f"values of one forward by `cache.give(layer, {name}=x)`"
-                )
-        self._supplying.functions = {name: function for name, function in supplied.items() if function is not None}
-        self._supplying.listen(model)
+        self._supplying.use(model, spec, supplied)
 
     @staticmethod
     def _prepare(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
@@ -208,24 +199,14 @@ class KVCache(Cache):
         return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
-        from kvdsl.runtime.hf.html import cache_html
-
-        return cache_html(self)
+        return cache_html(repr(self).strip("<>"), [layer for layer in self.layers if isinstance(layer, SlotLayer)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """An independent cache with the same content, for instance to continue one prompt several times."""
         backends = (self.layers[index].backend for index in self.managed)
         for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
-
-    def __copy__(self) -> KVCache:
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        return super().__deepcopy__(memo)
 
     # -- other policies ------------------------------------------------------------------------------------------------
 
@@ -240,9 +221,12 @@ class KVCache(Cache):
             DiagnosticError: if the clauses have errors; the text lists them.
             KvdslError: if this class comes from a package, and not from `kvdsl.load` or `kvdsl.compile`.
         """
-        from kvdsl.loading import with_clauses
-
-        return with_clauses(cls, clauses, settings)
+        if cls.origin is None:
+            raise KvdslError(
+                f"`{cls.__name__}` was not loaded from a policy's text, so that clauses cannot be added: "
+                f"load the policy with `kvdsl.load`, or write `policy NAME = {cls.__name__.removesuffix('Cache')} with ...` in a file"
+            )
+        return cls.origin.with_clauses(cls, clauses, settings)
 
     # -- files and other processes -------------------------------------------------------------------------------------
 
@@ -256,7 +240,7 @@ class KVCache(Cache):
         kept["_memory"] = self._spec.memory
         if model is not None:
             kept["_left"] = saving.likeness(model) | {"backend": self._choose.name}
-        return saving.made_again, saving.identity(type(self)), kept
+        return *saving.identity(type(self), self.origin), kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         memory = kept.pop("_memory")
@@ -287,7 +271,7 @@ class KVCache(Cache):
         self._sync.attach(model)
         for index in self.managed:
             self.layers[index].attach(fresh.layers[index])
-        self._supply(model, supplied)
+        self._supplying.use(model, self._spec, supplied)
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvdsl.runtime.hf.layer import SlotLayer
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.hf.cache import KVCache
 
 _CELLS = 240
 """A strip has at most so many cells; of a longer text a cell stands for several tokens."""
@@ -22,10 +18,9 @@ _HEIGHT = 10
 """Of a strip, in pixels."""
 
 
-def cache_html(cache: KVCache) -> str:
+def cache_html(facts: str, layers: Sequence[SlotLayer]) -> str:
     """A line of facts and a strip for each layer; of a batch its first row. Colours are those of the text around it."""
-    layers = [cache.layers[index] for index in cache.managed]
-    parts = [f"<div><code>{escape(repr(cache).strip('<>'))}</code></div>"]
+    parts = [f"<div><code>{escape(facts)}</code></div>"]
     if layers[0].state.allocated:
         parts.append(f"<table>{_head(layers[0])}{''.join(map(_line, layers))}</table>")
     return "".join(parts)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +19,6 @@ from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import text_config
-
-if TYPE_CHECKING:
-    from kvdsl.runtime.hf.cache import KVCache
-
-LOADED = "_kvdsl_"
-"""How the modules of packages begin that `kvdsl.load` has imported, which no other process can import by name."""
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -35,59 +30,64 @@ _SIZES = (
 # -- the policy ----------------------------------------------------------------------------------------------------------
 
 
-def digest(cache_class: type[KVCache]) -> str:
+class Origin(Protocol):
+    """Where classes come from that a policy's text was compiled for, and how others are made of them; see `kvdsl.loading`."""
+
+    def name(self, cache_class: type[Any]) -> str:
+        """By what the class is found again, here or in another process: `h2o`, `h2o with when prefill`."""
+
+    def with_clauses(self, cache_class: type[Any], clauses: str, settings: Mapping[str, Any]) -> type[Any]:
+        """The class of its policy with clauses."""
+
+    def made_again(self, module: str, name: str, policy: str, expected: str) -> Any:
+        """An empty cache of a class that `name` named; see `made_again`."""
+
+
+def digest(cache_class: type[Any]) -> str:
     """Of everything that was generated for the policy, 16 hexadecimal digits."""
     manifest = json.loads(cache_class.spec.cpu_source.with_name("manifest.json").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def identity(cache_class: type[KVCache]) -> tuple[str, str, str, str]:
-    """Module, class, policy and digest, from which `made_again` finds the class."""
-    policy = cache_class.spec.stem
-    if cache_class.__module__.startswith(LOADED):
-        from kvdsl.loading import named
-
-        policy = named(cache_class)
-    return cache_class.__module__, cache_class.__qualname__, policy, digest(cache_class)
+def identity(cache_class: type[Any], origin: Origin | None) -> tuple[Callable[..., Any], tuple[str, str, str, str]]:
+    """What makes an empty cache of the class again, and its arguments: module, class, policy and digest."""
+    again, policy = (made_again, cache_class.spec.stem) if origin is None else (origin.made_again, origin.name(cache_class))
+    return again, (cache_class.__module__, cache_class.__qualname__, policy, digest(cache_class))
 
 
-def made_again(module: str, name: str, stem: str, expected: str) -> KVCache:
+def made_again(
+    module: str, name: str, policy: str, expected: str, load: Callable[[], type[Any] | None] = lambda: None
+) -> Any:
     """An empty cache of the class.
+
+    Args:
+        load: gives a class of the policy that is not where it was.
 
     Raises:
         KvdslError: if there is no such class, or if its policy is not what it was.
     """
     found = ""
-    for cache_class in _candidates(module, name, stem):
+    for cache_class in _candidates(module, name, load):
         found = digest(cache_class)
         if found == expected:
             return cache_class.__new__(cache_class)
     if found:
         raise KvdslError(
-            f"the cache was saved under another `{stem}` (digest {expected}) than the one that is here ({found}), whose rules may "
+            f"the cache was saved under another `{policy}` (digest {expected}) than the one that is here ({found}), whose rules may "
             f"differ: compile the policy as it was, with the kvdsl that saved it, or run the prompt again"
         )
     raise KvdslError(
-        f"the cache was saved under `{stem}`, and `{module}` is not here: load its policy first, with `kvdsl.load` of its file"
+        f"the cache was saved under `{policy}`, and `{module}` is not here: load its policy first, with `kvdsl.load` of its file"
     )
 
 
-def _candidates(module: str, name: str, stem: str) -> Iterator[type[KVCache]]:
-    """Classes of that name: where it was, and of the policy that kvdsl ships under it, or that `h2o with when prefill` names."""
-    try:
+def _candidates(module: str, name: str, load: Callable[[], type[Any] | None]) -> Iterator[type[Any]]:
+    """Classes of that name: where it was, and of what `load` gives."""
+    with suppress(ImportError, AttributeError):
         yield getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        if not module.startswith(LOADED):
-            return
-    from kvdsl.diagnostics import DiagnosticError
-    from kvdsl.loading import load
-
-    try:
-        shipped = load(stem)
-    except DiagnosticError:
-        return
-    if shipped.__name__ == name:
-        yield shipped
+    loaded = load()
+    if loaded is not None and loaded.__name__ == name:
+        yield loaded
 
 
 # -- the model -----------------------------------------------------------------------------------------------------------

@@ -99,8 +99,22 @@ class Supplying(Linked):
                 state.spec, values, key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
             )
 
-    def listen(self, model: nn.Module) -> None:
-        """Hear what the model's attention modules are given together with this cache."""
+    def use(self, model: nn.Module, spec: PolicySpec, functions: Mapping[str, Supplier | None]) -> None:
+        """From now on, ask these for what the policy's caller gives, None where a default or `give` does.
+
+        They hear what the model's attention modules are given together with this cache.
+
+        Raises:
+            KvdslError: if the policy asks for no such value, or if one is no function.
+        """
+        for name, function in functions.items():
+            refuse_unknown(spec, name)
+            if function is not None and not callable(function):
+                raise KvdslError(
+                    f"`{name}` of {spec.name} is {type(function).__name__}; give a function `f(module, hidden_states)`, or the "
+                    f"values of one forward by `cache.give(layer, {name}=x)`"
+                )
+        self.functions = {name: function for name, function in functions.items() if function is not None}
         if self.functions:
             for part in {type(module) for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}:
                 if not hasattr(part.__call__, _HEARS):

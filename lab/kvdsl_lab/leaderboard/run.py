@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.budget import is_rate
-from kvdsl.compiler import analyse
+from kvdsl.compiler import analyse, find_policy
 from kvdsl.errors import KvdslError
 from kvdsl.explain.facts import facts, laid_out
 from kvdsl.runtime.hf.versions import text_config
-from kvdsl.shipped import find_policy
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
