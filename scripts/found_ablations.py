@@ -21,10 +21,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "lab")]
 
-from kvdsl.compiler import (
-    analyse,
-    find_policy,
-)
+from kvdsl.compiler import analyse, find_policy  # noqa: E402
 from kvdsl.environment import environment  # noqa: E402
 from kvdsl.ir.nodes import Axis, Expr, Policy, Reduce  # noqa: E402
 from kvdsl.ir.visitors import rewrite  # noqa: E402

@@ -75,8 +75,8 @@ def served(
         KvdslError: for what cannot be served, or is not installed.
     """
     from kvdsl.integrations.vllm.launch import installed
-    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_release, refuse_trace_file
-    from kvdsl.integrations.vllm.releases import INSTALL
+    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_trace_file
+    from kvdsl.integrations.vllm.releases import INSTALL, refuse_release
     from kvdsl.integrations.vllm.settings import Settings
     from kvdsl.models import place_of
 

@@ -221,12 +221,15 @@ class KVCache(Linked, Cache):
             DiagnosticError: if the clauses have errors; the text lists them.
             KvdslError: if this class comes from a package, and not from `kvdsl.load` or `kvdsl.compile`.
         """
-        if cls.origin is None:
+        origin: saving.Origin | None = vars(cls).get(
+            "origin"
+        )  # its own: a class that was derived by hand has other rules, perhaps
+        if origin is None:
             raise KvdslError(
                 f"`{cls.__name__}` was not loaded from a policy's text, so that clauses cannot be added: "
                 f"load the policy with `kvdsl.load`, or write `policy NAME = {cls.__name__.removesuffix('Cache')} with ...` in a file"
             )
-        return cls.origin.with_clauses(cls, clauses, settings)
+        return origin.with_clauses(cls, clauses, settings)
 
     # -- files and other processes -------------------------------------------------------------------------------------
 
@@ -240,7 +243,7 @@ class KVCache(Linked, Cache):
         kept["_memory"] = self._spec.memory
         if model is not None:
             kept["_left"] = saving.likeness(model) | {"backend": self._choose.name}
-        return *saving.identity(type(self), self.origin), kept
+        return *saving.identity(type(self)), kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         memory = kept.pop("_memory")

@@ -49,8 +49,9 @@ def digest(cache_class: type[Any]) -> str:
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def identity(cache_class: type[Any], origin: Origin | None) -> tuple[Callable[..., Any], tuple[str, str, str, str]]:
+def identity(cache_class: type[Any]) -> tuple[Callable[..., Any], tuple[str, str, str, str]]:
     """What makes an empty cache of the class again, and its arguments: module, class, policy and digest."""
+    origin: Origin | None = vars(cache_class).get("origin")
     again, policy = (made_again, cache_class.spec.stem) if origin is None else (origin.made_again, origin.name(cache_class))
     return again, (cache_class.__module__, cache_class.__qualname__, policy, digest(cache_class))
 
