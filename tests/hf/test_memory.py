@@ -21,7 +21,7 @@ from kvdsl.compiler import analyse, find_policy
 from kvdsl.explain.facts import facts
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl.runtime.state.slots import AT_ONCE
+from kvdsl.runtime.state.room import AT_ONCE
 from tests.hf import policies, zoo
 from tests.quick import few
 

@@ -54,7 +54,7 @@ class KVCache(Linked, Cache):
 
     Args:
         model: the model that will use the cache; without the cache it works as before.
-        given: the policy's params by name, None for a default.
+        params: the policy's params by name, None for a default.
         supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as `spec` says.
         rope: whether compact positions turn keys whenever they are read, `fused`, or keep every key's rotated half, `cached`; None: as
@@ -75,7 +75,7 @@ class KVCache(Linked, Cache):
     def __init__(
         self,
         model: PreTrainedModel,
-        given: Mapping[str, float | None],
+        params: Mapping[str, float | None],
         *,
         supplied: Mapping[str, Supplier | None] = NO_SUPPLIERS,
         storage: str | None = None,
@@ -84,13 +84,13 @@ class KVCache(Linked, Cache):
         seed: int = 0,
     ) -> None:
         spec = self.spec.laid_out(storage, rope)
-        named = with_ratio(given, spec.params, spec.name)
-        given = {name: param(spec.name, name, value) for name, value in named.items()}
-        Settings(spec, given).refuse_hopeless()
+        named = with_ratio(params, spec.params, spec.name)
+        params = {name: param(spec.name, name, value) for name, value in named.items()}
+        Settings(spec, params).refuse_hopeless()
         seed = random_seed(seed)
         model = unwrap(model)
         backends = self._prepare(model, spec, backend)
-        self._begin(model, spec, given, backends, seed)
+        self._begin(model, spec, params, backends, seed)
         self._supplying.use(model, spec, supplied)
 
     @staticmethod
@@ -107,18 +107,18 @@ class KVCache(Linked, Cache):
 
     @classmethod
     def assemble(
-        cls, model: PreTrainedModel, spec: PolicySpec, given: Mapping[str, float | None], choose: ChooseBackend
+        cls, model: PreTrainedModel, spec: PolicySpec, params: Mapping[str, float | None], choose: ChooseBackend
     ) -> KVCache:
         """A cache from its parts, for a model that is admitted already."""
         cache = cls.__new__(cls)
-        cache._begin(model, spec, given, choose, 0)
+        cache._begin(model, spec, params, choose, 0)
         return cache
 
     def _begin(
-        self, model: PreTrainedModel, spec: PolicySpec, given: Mapping[str, float | None], choose: ChooseBackend, seed: int
+        self, model: PreTrainedModel, spec: PolicySpec, params: Mapping[str, float | None], choose: ChooseBackend, seed: int
     ) -> None:
         self._spec = spec
-        self._given = dict(given)
+        self._params = dict(params)
         self._config = text_config(model)
         self._sync = LayerSync(model)
         self._supplying = Supplying()
@@ -128,7 +128,7 @@ class KVCache(Linked, Cache):
             spec.tensors.check(sizes(self._config, len(layers)))
         rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
         for index, window in managed_windows(model).items():
-            state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
+            state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
             state.room.reserves = execution_device(model).type not in (
                 "cpu",
@@ -190,7 +190,7 @@ class KVCache(Linked, Cache):
         return sum(layer.bytes() if isinstance(layer, SlotLayer) else native_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
-        params = [f"{name}={spelled(value)}" for name, value in self._given.items() if value is not None]
+        params = [f"{name}={spelled(value)}" for name, value in self._params.items() if value is not None]
         first = self.layers[self.managed[0]]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
@@ -269,7 +269,7 @@ class KVCache(Linked, Cache):
         backend = left.pop("backend")
         saving.refuse_another(model, left)
         self._choose = self._prepare(model, self._spec, backend)
-        fresh = type(self).assemble(model, self._spec, self._given, self._choose)
+        fresh = type(self).assemble(model, self._spec, self._params, self._choose)
         self._config = fresh._config
         self._sync.attach(model)
         for index in self.managed:

@@ -15,9 +15,9 @@ from kvdsl.runtime.state.shared import Choices, Together
 from kvdsl.runtime.state.slots import SlotState
 
 
-def slot_state(spec: PolicySpec, given: Mapping[str, float | None], **where: Any) -> SlotState:
+def slot_state(spec: PolicySpec, params: Mapping[str, float | None], **where: Any) -> SlotState:
     """The slots of one layer, in the layout that the policy has; the other arguments are those of `SlotState`."""
-    return SlotState(spec, given, layout=_layout(spec), **where)
+    return SlotState(spec, params, layout=_layout(spec), **where)
 
 
 def _layout(spec: PolicySpec) -> Layout:

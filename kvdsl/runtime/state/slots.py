@@ -104,7 +104,7 @@ class SlotState(Linked):
     def __init__(
         self,
         spec: PolicySpec,
-        given: Mapping[str, float | None],
+        params: Mapping[str, float | None],
         *,
         layout: Layout | None = None,
         layer: int = 0,
@@ -114,7 +114,7 @@ class SlotState(Linked):
     ) -> None:
         self.spec = spec
         self.layout = SlotAfterSlot() if layout is None else layout
-        self.settings = Settings(spec, given, layer, layers)
+        self.settings = Settings(spec, params, layer, layers)
         self.room = Room(self.settings)
         self.column_index = ColumnIndex(spec)
         self.layer = layer
