@@ -11,7 +11,7 @@ import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.hf.layer import MOST_TOKENS
+from kvdsl.runtime.hf.checks import MOST_TOKENS
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Rope

@@ -30,7 +30,8 @@ from pathlib import Path
 
 from kvdsl.compiler import Analysis, analyse
 from kvdsl.diagnostics import Diagnostic
-from kvdsl.helps import Fix, mends
+from kvdsl.helps import Fix, 
+from kvdsl.diagnostics import mends
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
