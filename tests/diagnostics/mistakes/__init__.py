@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvdsl.compiler import Analysis, analyse
-from kvdsl.diagnostics import Diagnostic
-from kvdsl.helps import Fix, 
-from kvdsl.diagnostics import mends
+from kvdsl.diagnostics import Diagnostic, mends
+from kvdsl.helps import Fix
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
