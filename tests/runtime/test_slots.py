@@ -13,7 +13,7 @@ from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layers import slot_state
-from kvdsl.runtime.state.order import in_text_order, text_order
+from kvdsl.runtime.state.order import free, in_text_order, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -274,7 +274,7 @@ def test_a_history_that_only_prompts_ask_goes_with_them(backend: type[TorchBacke
         assert state.columns.numel() == 0
         if decoded:
             live = state.position >= 60
-            state.free(live)  # as if these had not been
+            free(state.position, None, live)  # as if these had not been
             state.seen.fill_(60)
         serves.prefill(state, call(2, 50, seed=9))
         kept.append(state.position.sort(-1).values[..., -40:])
