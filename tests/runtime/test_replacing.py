@@ -126,7 +126,7 @@ def test_freed_slots_are_filled_by_the_next_tokens() -> None:
             run = Run(policy, name)
             leaving = torch.zeros_like(run.state.position, dtype=torch.bool).scatter_(2, run.some_live(5), True)
             stay = run.state.position.masked_fill(leaving, -1)
-            free(run.state.position, None, leaving)
+            free(run.state.position, run.state.rank if run.state.spec.compact else None, leaving)
             outs.append(run.decode(5))
             assert bool(((run.state.position == stay) | (stay < 0)).all())
             assert bool(((run.state.position >= 0).sum(-1) == LIVE).all())
