@@ -246,7 +246,9 @@ class TensorPrinter(_TorchPrinter):
         )
 
     def _tensor(self, expr: TensorRef) -> Fragment:
-        return self._of_view(f'constants.{"vector" if expr.dims else "scalar"}("{expr.name}")', grouped=True, dims=not expr.dims)
+        return self._of_view(
+            f'constants.{"vector" if expr.dims else "scalar"}("{expr.name}")', grouped=True, dims=not expr.dims
+        )
 
     def column(self, name: str) -> Fragment:
         return self._lift(Fragment(name, uses=(Use("column", name),)))
@@ -345,7 +347,9 @@ class TensorPrinter(_TorchPrinter):
 
     def _turn(self, expr: Call) -> Fragment:
         vector, by = expr.args
-        return fragment(f"{self._view}.rotation.turn({{}}, {{}})", self.value(vector, ATOM), self._inside(dims=False).value(by))
+        return fragment(
+            f"{self._view}.rotation.turn({{}}, {{}})", self.value(vector, ATOM), self._inside(dims=False).value(by)
+        )
 
     def _ahead(self, expr: Call) -> Fragment:
         vector, *numbers = expr.args
@@ -356,7 +360,9 @@ class TensorPrinter(_TorchPrinter):
         vector, ridge = expr.args
         parts = self._inside(dims=True).value(vector), TensorPrinter(self._view).value(ridge)
         lifted = ".unsqueeze(-1)" if self._dims else ""
-        return fragment(f"{self._view}.visible.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", *parts)
+        return fragment(
+            f"{self._view}.visible.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", *parts
+        )
 
     def _rank(self, expr: Rank) -> Fragment:
         grouped = of_query_heads(expr.body) and expr.within != "heads"  # what these have of it has been pooled
