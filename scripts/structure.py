@@ -77,7 +77,7 @@ def figures(checkout: Path) -> dict[str, int]:
         "isinstance": sum(isinstance(node, ast.Call) and _is_named(node.func, "isinstance") for node in nodes),
         "methods": max(len(_methods(node)) for node in nodes if isinstance(node, ast.ClassDef)),
         "short_files": sum(_length(path) < _SHORT for path in package),
-        "circles": len(circles({_module(path, checkout): tree for path, tree in package.items()})),
+        "circles": len(circles({module_name(path, checkout): tree for path, tree in package.items()})),
         "leverage": _naming(core, "leverage"),
         "enough": _naming(core, '"enough', "enough(", "Enough", "`enough"),
     }
@@ -109,7 +109,8 @@ def _methods(node: ast.ClassDef) -> list[str]:
 # -- imports -----------------------------------------------------------------------------------------------------------
 
 
-def _module(path: Path, checkout: Path) -> str:
+def module_name(path: Path, checkout: Path) -> str:
+    """What a file of a package is imported by."""
     parts = path.relative_to(checkout).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

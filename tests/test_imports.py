@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from scripts.structure import circles, module_name
 from tests.quick import few
 
 ROOT = Path(__file__).parent.parent
@@ -110,45 +110,14 @@ def test_shipped_policies_are_compiled_when_they_are_imported(tmp_path: Path) ->
     assert list(cache.glob("packages/h2o-*/manifest.json"))
 
 
-def imported(path: Path, modules: Collection[str]) -> set[str]:
-    """What a module imports of these, in functions and for types alone, too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            found |= {name if (name := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names}
-    return found & {*modules}
-
-
-def circles(root: Path) -> list[set[str]]:
-    """Modules of a package that import each other, directly or through others: one set for each circle."""
-    paths = {
-        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in root.rglob("*.py")
-    }
-    graph = {name: imported(path, paths.keys()) - {name} for name, path in paths.items()}
-
-    def reached(start: str) -> set[str]:
-        found, ahead = set(), [start]
-        while ahead:
-            new = graph[ahead.pop()] - found
-            found |= new
-            ahead += new
-        return found
-
-    reach = {name: reached(name) for name in graph}
-    together = {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
-    return [set(circle) for circle in together]
-
-
-def test_no_module_imports_itself_through_others(tmp_path: Path) -> None:
-    assert circles(ROOT / "kvdsl") == []
-    package = tmp_path / "some"
-    package.mkdir()
-    for name, text in {
-        "__init__": "", "one": "if TYPE_CHECKING:\n    from some import two", "two": "def f():\n    import some.three",
+def test_no_module_imports_itself_through_others() -> None:
+    """For types or in functions either."""
+    kvdsl = {module_name(path, ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "kvdsl").rglob("*.py")}
+    assert circles(kvdsl) == []
+    texts = {
+        "one": "if TYPE_CHECKING:\n    from some import two", "two": "def f():\n    import some.three",
         "three": "from some.one import x", "four": "from some.one import x",
-    }.items():  # fmt: skip
-        (package / f"{name}.py").write_text(text)
-    assert circles(package) == [{"some.one", "some.two", "some.three"}]
+    }  # fmt: skip
+    assert circles({f"some.{name}": ast.parse(text) for name, text in texts.items()}) == [
+        {"some.one", "some.two", "some.three"}
+    ]
