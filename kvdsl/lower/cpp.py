@@ -488,7 +488,7 @@ def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
     by = form_of_select(policy.select.by)
-    if by == "page_bound" and not bounds_pages(policy):
+    if by == "page_mean" or (by == "page_bound" and not bounds_pages(policy)):
         by = "expression"
     vote, rest, names = policy.select.by, None, dict[Expr, str]()
     votes = list(dict.fromkeys(part for part in walk(vote) if isinstance(part, Reduce) and part.axis is Axis.HEAD))

@@ -73,12 +73,15 @@ def form_of_select(by: Expr) -> str:
 
     Returns:
         `dot` of q and k, `sketch_dot` of the same over the sketch's dims, `page_bound` of what a key in the page could give at
-        most (Quest), else `expression`.
+        most (Quest), `page_mean` of q and the mean of the page's keys, else `expression`.
     """
     if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
         return "expression"
     if _factors(by.body) == {Input(name="q"), Input(name="k")}:
         return "dot" if by.within == "all" else "sketch_dot"
+    mean = Reduce(op="mean", axis=Axis.SLOT, body=Input(name="k"), within="page")
+    if by.within == "all" and _factors(by.body) == {Input(name="q"), mean}:
+        return "page_mean"
     if by.within == "all" and is_call(by.body, "max") and len(by.body.args) == 2:
         bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
         if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:

@@ -7,10 +7,12 @@ slots, and `triton_expressions.py` the expressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Keep, Number, Policy, Reduce, is_call, walk
+from kvdsl.ir.ops import POOLS
+from kvdsl.ir.visitors import mapped
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
@@ -38,11 +40,12 @@ from kvdsl.lower.triton_expressions import (
     number,
     ring_size,
 )
-from kvdsl.lower.triton_loops import EXTREMES, INITIAL, hoisted_loops, row_at, values_of
+from kvdsl.lower.triton_loops import BARRIER, EXTREMES, INITIAL, INT_MAX, PAGE, hoisted_loops, row_at, values_of
+from kvdsl.passes.normal import compared
 from kvdsl.passes.parts import in_parts
 
-_INT_MAX = 2**31 - 1
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
+_KEPT = Fragment("tl.store(kept + i, keep, mask=inside)")
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
 
 
@@ -51,7 +54,8 @@ class TritonSelect:
     """Parts of the kernels `look` and `choose`, one statement a line.
 
     Attributes:
-        by: what slots rank by: `dot`, `sketch_dot` or `page_bound` (which ranks pages).
+        by: what slots rank by: `dot`, `sketch_dot`, or `page_bound` or `page_mean` (which rank pages). `vote`: how what the KV heads of
+            a layer find is reduced; empty where each goes by what it finds itself.
         sketch_by: what the sketch ranks the dims by, per query head; empty if there is none.
         sketch_numbers, choose_numbers: what the search for the dims and `choose` read of the policy's numbers, as in `TritonPlan`.
             `page_number`: the place of the one that says how many tokens a page has.
@@ -60,6 +64,7 @@ class TritonSelect:
     """
 
     by: str
+    vote: str
     sketch_by: str
     sketch_numbers: tuple[tuple[str, int], ...]
     choose_numbers: tuple[tuple[str, int], ...]
@@ -68,6 +73,11 @@ class TritonSelect:
     first: bool
     last: bool
     observed: bool
+
+    @property
+    def paged(self) -> bool:
+        """Whether pages are chosen."""
+        return self.by in ("page_bound", "page_mean")
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class TritonPlan:
             `evicting`'s classes those at either end are. `reads_vectors`: whether the loops read keys, values or such tensors.
             `hard_cap`: whether it does so before its token is placed, as well.
         settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
+        pools: whether a score pools, so that it is known before what may not leave. `pairs`: whether slots are compared with each other.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date, and rotated halves where there are any.
@@ -120,6 +131,8 @@ class TritonPlan:
     reads_vectors: bool
     tops: tuple[str, ...]
     ends: int
+    pools: bool
+    pairs: bool
     spreads: bool
     select: TritonSelect | None
     compact: bool
@@ -142,10 +155,10 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         NotLowerable: if it has no Triton form; the torch backend serves such a policy.
     """
     _refuse_statements(policy)
-    policy = in_parts(policy, CAN.knows)
+    policy = in_parts(_compared(policy), CAN.knows)
     CAN.check_columns(policy.columns)
     settles = policy.budget is not None and policy.when != "prefill"
-    folded = [column for column in policy.columns if column.rule != "token"]
+    folded = [column for column in policy.columns if column.rule not in ("token", "prune")]
     observe = _observe(policy, folded)
     if policy.forgets:  # prompts observe, by the same rules
         observe = []
@@ -154,9 +167,9 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     first, last = (_kept_at(policy, scope) if settles else Fragment("0") for scope in ("first", "last"))
     place = [_place(column) for column in policy.columns if column.rule != "ring"]
     overflow = _overflow(policy, numbers) if settles else Fragment("")
-    tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
+    tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles and not pools(policy) else []
     select = _select(policy, numbers)
-    page = [] if policy.pages is None else [number("page")]
+    page = [] if select is None or policy.pages is None else [number("page")]
     uses = uses_of(*place, first, last, overflow, *tops, *page, Fragment("", uses=_uses([*observe, *score])))
     used = _numbers_in(uses, numbers)
     constants = tensors_in(uses, "constant", policy)
@@ -191,12 +204,28 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         reads_vectors=vectors_are_read,
         tops=texts(tops),
         ends=_ends(policy),
+        pools=settles and pools(policy),
+        pairs=any(one.inner for one in score) or (settles and pools(policy)),
         spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,
         compact=policy.positions == "compact",
         shares=policy.heads_share or heads_differ(policy),
         agrees=settles and policy.victims == "heads",
     )
+
+
+def _compared(policy: Policy) -> Policy:
+    """The policy with ranks and pages as comparisons with the other slots, where it is found who leaves."""
+
+    def rule(expr: Expr) -> Expr:
+        return compared(expr, ColumnRef(name=PAGE))
+
+    changed = {
+        "score": None if policy.score is None else rule(policy.score),
+        "keeps": tuple(mapped(keep, rule) for keep in policy.keeps),
+        "columns": tuple(mapped(one, rule) if one.rule == "prune" else one for one in policy.columns),
+    }
+    return policy.model_copy(update=changed)
 
 
 def _args(policy: Policy, uses: tuple[Use, ...], numbered: bool, reads_tensors: bool, settles: bool) -> tuple[str, ...]:
@@ -223,14 +252,12 @@ def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
 
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the kernels do not know: a launch sees one layer, and a program of it one KV head."""
-    decodes = policy.when != "prefill"
-    reads_pages = decodes or policy.select is not None  # what a prompt has left is selected from as well
+    selects_pages = policy.pages is not None and policy.select is not None
     refused = {
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`weight` on what is attended to": policy.weighs,
-        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
-        "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
-        "`select` by what all KV heads find (`over heads`): a kernel sees one": policy.heads_vote,
+        "`select` by `pages` of what eviction leaves": selects_pages and policy.budget is not None,
+        "`select` by `pages` that do not begin with the text": selects_pages and policy.pages_after is not None,
         "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
         "`victims shared by layers`": policy.victims == "layers",
         "`group each`: a kernel chooses once for the query heads of a KV head": policy.group == "each",
@@ -304,13 +331,21 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
         return None
     if reads(policy.select.by, "query_head"):
         raise NotLowerable("`select` by a query head's number")
-    by = form_of_select(policy.select.by)
+    ranked, vote = policy.select.by, ""
+    if isinstance(ranked, Reduce) and ranked.axis is Axis.HEAD and ranked.op in ("sum", "mean", "max", "min"):
+        ranked, vote = ranked.body, ranked.op
+    by = form_of_select(ranked)
     if by == "expression":
         raise NotLowerable(
-            "`select` by anything but dot(q, k), dot(q, k over sketch) and what the keys of a page could give at most"
+            "`select` by anything but dot(q, k), dot(q, k over sketch), dot(q, the mean key of a page) and what the keys of a page could "
+            "give at most, or these over heads"
         )
-    if policy.pages is not None and by != "page_bound":
+    if policy.pages is not None and by not in ("page_bound", "page_mean"):
         raise NotLowerable("`pages` that rank by their tokens")
+    if by == "page_mean" and policy.group == "max":
+        raise NotLowerable("`select` by the mean key of a page, where the largest of a group's counts")
+    if vote and heads_differ(policy):
+        raise NotLowerable("`select` by what all KV heads find, with numbers of each head")
     protect = _protect(policy)
     sketch_by = Fragment("") if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
     sketched = uses_of(sketch_by, number("sketch_every"), number("sketch_dims"))
@@ -319,6 +354,7 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
         raise NotLowerable("`select` with a count of `keep` that reads a tensor")
     return TritonSelect(
         by=by,
+        vote=vote,
         sketch_by=sketch_by.text,
         sketch_numbers=_numbers_in(sketched, numbers),
         choose_numbers=_numbers_in(chosen, numbers),
@@ -347,31 +383,61 @@ def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
         rows: gets the rows of `work` by the names of what lies in them.
     """
     assert policy.score is not None
-    scores = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
+    tops = [keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    rows |= {f"score_{n}": n for n in range(len(scores))}
-    loops, names = hoisted_loops(policy, "cached", [*scores, *conditions], rows)
-    printer = BlockPrinter(names)
-    scopes = {keep.scope for keep in policy.keeps}
-    ends = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
-    kept = [printer.condition(condition) for condition in conditions]
-    if policy.ends_last:
-        keep = fragment(f"tl.where({{}}, {_ends(policy)}, {{}})", _any_of(ends), _any_of(kept))
+    prunes = [column for column in policy.columns if column.rule == "prune"]
+    rows |= {f"score_{n}": n for n in range(1 + len(tops))}
+    if pools(policy):  # goes by what may not leave, so that it comes behind all else
+        if policy.victims == "heads":
+            raise NotLowerable("a pool of heads that agree on who leaves")
+        loops, names = hoisted_loops(policy, "cached", [*tops, *conditions], rows)
+        lines = [_keep(policy, conditions, BlockPrinter(names)), *_stored(tops, BlockPrinter(names)), _KEPT]
+        counts = [_count(keep) for keep in policy.keeps if keep.scope == "top"]
+        protects = [
+            fragment(f"evicting.protect_top(position, work + {n} * slots, kept, slots, {{}}, BLOCK)", count)
+            for n, count in enumerate(counts, 1)
+        ]
+        loops.append(Pass((), (*values_of(policy, "", uses_of(*lines), rows), *lines), (BARRIER, *protects)))
+        late, names = hoisted_loops(policy, "cached", [policy.score, *(one.body for one in prunes)], rows, names)
+        loops, protected, last = [*loops, *late], [Fragment("keep = tl.load(kept + i, mask=inside, other=0)")], []
     else:
-        keep = _any_of([*ends, *kept])
+        loops, names = hoisted_loops(
+            policy, "cached", [policy.score, *tops, *conditions, *(one.body for one in prunes)], rows
+        )
+        protected = [_keep(policy, conditions, BlockPrinter(names))]
+        last = [*_stored(tops, BlockPrinter(names)), _KEPT]
+    printer = BlockPrinter(names)
     lines = [
         fragment("score = {}", printer.value(policy.score)),
-        fragment("keep = {}", keep),
+        *protected,
         Fragment("tl.store(work + i, score, mask=inside)"),
-        *(
-            fragment(f"tl.store(work + {row_at(n)}i, {{}}, mask=inside)", printer.value(expr))
-            for n, expr in enumerate(scores[1:], 1)
-        ),
-        Fragment("tl.store(kept + i, keep, mask=inside)"),
+        *last,
+        *(fragment(f"tl.store({one.name}_at + i, {{}}, mask=inside)", printer.value(one.body)) for one in prunes),
     ]
     if policy.victims != "heads":
         lines.append(Fragment(_LOWER))
     return [*loops, Pass((), (*values_of(policy, "", uses_of(*lines), rows), *lines))]
+
+
+def pools(policy: Policy) -> bool:
+    """Whether a score pools."""
+    return policy.score is not None and any(is_call(part, *POOLS) for part in walk(policy.score))
+
+
+def _keep(policy: Policy, conditions: list[Expr], printer: BlockPrinter) -> Fragment:
+    """What may not leave, but for what `keep top` protects."""
+    scopes = {keep.scope for keep in policy.keeps}
+    ends = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
+    kept = [printer.condition(condition) for condition in conditions]
+    if policy.ends_last:
+        return fragment(f"keep = tl.where({{}}, {_ends(policy)}, {{}})", _any_of(ends), _any_of(kept))
+    return fragment("keep = {}", _any_of([*ends, *kept]))
+
+
+def _stored(tops: list[Expr], printer: BlockPrinter) -> Iterator[Fragment]:
+    """What each `keep top` ranks by."""
+    for n, expr in enumerate(tops, 1):
+        yield fragment(f"tl.store(work + {row_at(n)}i, {{}}, mask=inside)", printer.value(expr))
 
 
 def _any_of(conditions: list[Fragment]) -> Fragment:
@@ -411,7 +477,7 @@ def _nested(function: str, values: list[Fragment]) -> Fragment:
 def _count(keep: Keep) -> Fragment:
     assert keep.count is not None
     if isinstance(keep.count, Number):
-        return Fragment(str(max(0, min(int(keep.count.value // 1), _INT_MAX))))
+        return Fragment(str(max(0, min(int(keep.count.value // 1), INT_MAX))))
     return fragment("ops.count({})", CountPrinter()(keep.count))
 
 

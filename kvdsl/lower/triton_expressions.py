@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, functions_of
+from kvdsl.ir.ops import FIXED, POOLS, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
@@ -39,13 +39,14 @@ STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 CAN = Target(
     reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
         "history": ("sum", "mean", "var", "std", "max", "min"),
         "slots": ("sum", "mean", "max", "min"),
         "dims": ("sum", "mean", "var", "std", "max", "min"),
+        "others": ("sum", "mean", "max", "min"),
     },
 )
-"""What Triton reduces; `ops.py` of `kvdsl/runtime/gpu` has it."""
+"""What Triton reduces, `over others` in a settle alone; `ops.py` of `kvdsl/runtime/gpu` has it."""
 
 
 OF_VECTORS = "what a query gives every slot, where it is computed from keys, values or queries"
@@ -144,11 +145,16 @@ class BlockPrinter(_TritonPrinter):
         name = self.hoisted[expr]
         return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
 
+    def _pooled(self, expr: Call) -> Fragment:
+        name = self.hoisted[expr]
+        return Fragment(name, uses=(Use("row", name),))
+
     code: ClassVar[Code] = {
         **_TritonPrinter.code,
         **dict.fromkeys(("attn", "logit", "q", "k", "v", "position", "age", "live", "observed", "query_head"), _input),
         **dict.fromkeys(FIXED, lambda _, expr: fragment("{}.to(tl.float32)", number(expr.name))),
         **dict.fromkeys(("/", "sqrt"), _rounded),
+        **dict.fromkeys(POOLS, _pooled),
         "**": power,
         "param": lambda _, expr: fragment("{}.to(tl.float32)", number(spelled(expr.name))),
         "tensor": lambda _, expr: constant(expr),
@@ -177,8 +183,8 @@ class TilePrinter(BlockPrinter):
 
 
 def of_every_slot(expr: Reduce) -> bool:
-    """Whether a reduction over dims has a number for every slot."""
-    return expr.axis is Axis.DIM and Axis.SLOT in axes_of(expr)
+    """Whether a reduction, over dims or others, has a number for every slot."""
+    return Axis.SLOT in axes_of(expr)
 
 
 class TokenPrinter(_TritonPrinter):
@@ -262,12 +268,15 @@ class Loop:
 
     Attributes:
         reads: `k`, `v`: what it reads of every slot; then blocks are smaller.
+        inner: statements of a pass over all slots, the other ones, within every block. `behind`: those behind it, in the block.
     """
 
     before: tuple[str, ...]
     body: tuple[str, ...]
     after: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,11 +286,13 @@ class Pass:
     before: tuple[Fragment, ...]
     body: tuple[Fragment, ...]
     after: tuple[Fragment, ...] = ()
+    inner: tuple[Fragment, ...] = ()
+    behind: tuple[Fragment, ...] = ()
 
     @property
     def uses(self) -> tuple[Use, ...]:
         """What all of them need."""
-        return uses_of(*self.before, *self.body, *self.after)
+        return uses_of(*self.before, *self.body, *self.inner, *self.behind, *self.after)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -290,4 +301,5 @@ class Pass:
 
     def printed(self) -> Loop:
         """What a template places."""
-        return Loop(texts(self.before), texts(self.body), texts(self.after), self.reads)
+        lines = (texts(part) for part in (self.before, self.body, self.after))
+        return Loop(*lines, self.reads, texts(self.inner), texts(self.behind))

@@ -5,8 +5,12 @@ each in a loop of its own before theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
-from kvdsl.ir.nodes import Axis, Expr, Policy, Reduce
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Policy, Reduce, is_call
+from kvdsl.ir.ops import POOLS
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
@@ -18,20 +22,29 @@ from kvdsl.lower.expression import (
     is_vector,
     missing,
     names_of,
+    uses_of,
 )
 from kvdsl.lower.triton_expressions import (
     CAN,
     OF_VECTORS,
     BlockPrinter,
+    CountPrinter,
     Pass,
     TilePrinter,
     dims_there,
+    number,
     of_every_slot,
     ring_name,
     ring_size,
 )
+from kvdsl.lower.triton_pairs import POSITION, over_others
 
-INITIAL = {"max": 'float("-inf")', "min": 'float("inf")', "fold": 'float("nan")'}
+PAGE = "page"
+"""What slots have by themselves like a column: the number of their page."""
+INT_MAX = 2**31 - 1
+BARRIER = Fragment("tl.debug_barrier()")
+
+INITIAL = {"max": 'float("-inf")', "min": 'float("inf")', **dict.fromkeys(("fold", "prune"), 'float("nan")')}
 """What a fold begins with, where that is not 0."""
 EXTREMES = {"max": "maximum", "min": "minimum"}
 """Of two numbers, in `ops.py`."""
@@ -52,16 +65,22 @@ def values_of(policy: Policy, slots: str, uses: Iterable[Use], rows: Rows | None
         slots: which count, by name.
         rows: where numbers of slots are to be found; None where keys and values cannot be read.
     """
-    inputs = names_of(uses, "input")
+    inputs, columns = names_of(uses, "input"), names_of(uses, "column")
     if {*inputs} & ({"q", "k", "v"} if rows is None else {"q"}):
         raise NotLowerable(OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
         *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
-        *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in names_of(uses, "column")),
+        *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in columns if name != PAGE),
+        *([_page(policy)] if PAGE in columns else []),
         *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
         *(_from_work(name, rows or {}) for name in names_of(uses, "row")),
     ]
+
+
+def _page(policy: Policy) -> Fragment:
+    after = Fragment("0") if policy.pages_after is None else fragment("ops.count({})", number("page_after"))
+    return fragment(f"{PAGE} = ops.page_of(pos, ops.count({{}}), {{}})", number("page"), after)
 
 
 def _from_work(name: str, rows: Rows) -> Fragment:
@@ -85,28 +104,88 @@ def _ring_value(use: Use) -> Fragment:
 
 
 def hoisted_loops(
-    policy: Policy, slots: str, exprs: list[Expr], rows: dict[str, int] | None = None
+    policy: Policy,
+    slots: str,
+    exprs: list[Expr],
+    rows: dict[str, int] | None = None,
+    known: Mapping[Expr, str] = MappingProxyType({}),
 ) -> tuple[list[Pass], dict[Expr, str]]:
-    """Loops that compute every reduction over slots or dims, inner ones first, and the names these get.
+    """Loops that compute every reduction over slots, others or dims, and every pool, inner ones first, and the names these get.
 
     Args:
         rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
+        known: names of what has been computed already.
     """
+    held: dict[Expr, str] = {Input(name="position"): POSITION}
 
-    def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
+    def loops(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> list[Pass] | None:
+        if is_call(expr, *POOLS):
+            assert rows is not None, "only a score pools"
+            return [_pool(policy, expr, name, names, rows)]
         if not isinstance(expr, Reduce):
             raise NotLowerable(missing(expr))
         if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
             raise NotLowerable(OF_VECTORS)
         CAN.check(expr.op, expr.over)
+        if expr.axis is Axis.OTHER:
+            assert rows is not None, "slots are compared in a settle alone"
+            return _over_others(policy, expr, name, names, held, rows)
         if expr.axis is Axis.DIM:
             assert rows is not None
-            return _over_dims(policy, slots, expr, name, names, rows)
+            return None if Axis.OTHER in axes_of(expr) else [_over_dims(policy, slots, expr, name, names, rows)]
         printer = TilePrinter(names) if is_vector(expr) else BlockPrinter(names)
         body = printer.value(expr.body)
-        return _reduction(name, expr, body, slots, values_of(policy, slots, body.uses, rows))
+        return [_reduction(name, expr, body, slots, values_of(policy, slots, body.uses, rows))]
 
-    return hoist(exprs, loop)
+    found, names = hoist(exprs, loops, known)
+    return [one for several in found for one in several], names
+
+
+def _over_others(
+    policy: Policy, expr: Reduce, name: str, names: dict[Expr, str], held: dict[Expr, str], rows: dict[str, int]
+) -> list[Pass]:
+    """The loop that leaves what is compared in rows of `work`, as far as it is not there, and the one that compares it.
+
+    Args:
+        held: what is there, by the names of its rows.
+    """
+    new: list[Fragment] = []
+
+    def row(of_one: Expr) -> str:
+        if of_one in names:
+            return names[of_one]
+        if of_one not in held:
+            called = held[of_one] = f"value_{len(rows)}"
+            rows[called] = len(rows)
+            new.append(_left(called, BlockPrinter(names).value(of_one), rows))
+        return held[of_one]
+
+    pairs = over_others(expr, names, row, lambda called: row_at(rows[called]))
+    rows[name] = len(rows)
+    compared = replace(pairs, behind=(*pairs.behind, _left(name, Fragment("compared"), rows)), after=(BARRIER,))
+    return [*([Pass((), (*values_of(policy, "", uses_of(*new), rows), *new), (BARRIER,))] if new else []), compared]
+
+
+def _pool(policy: Policy, expr: Call, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
+    """The loop that leaves what is pooled in a row of `work`, and the call that pools it there."""
+    x, places_wide = expr.args
+    body = BlockPrinter(names).value(x)
+    values = values_of(policy, "", body.uses, rows)
+    first = len(rows)
+    rows |= {of: first + n for n, of in enumerate((name, f"places_of_{name}", f"order_of_{name}"))}
+    at, places, order = (f"work + {first + n} * slots" for n in range(3))
+    if isinstance(places_wide, Number):
+        size = Fragment(str(max(1, min(int(places_wide.value), INT_MAX))))
+    else:
+        size = fragment("ops.count(ops.at_least_one({}))", CountPrinter().value(places_wide))
+    mean = expr.op == "mean_pool"
+    pooled = fragment(f"neighbours.pool(position, kept, {at}, {places}, {order}, slots, {{}}, {mean}, TILE, BLOCK)", size)
+    return Pass((), (*values, _left(name, body, rows)), (BARRIER, pooled, BARRIER))
+
+
+def _left(name: str, value: Fragment, rows: Rows) -> Fragment:
+    """The statement that leaves a value in its row of `work`."""
+    return fragment(f"tl.store(work + {row_at(rows[name])}i, {{}}, mask=inside)", value)
 
 
 def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
@@ -118,8 +197,7 @@ def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[
     values = values_of(policy, slots, body.uses, rows)
     rows[name] = len(rows)
     found = fragment(f"{name} = ops.{expr.op}_over({{}}, ({there})[None, :], 1)", body)
-    left = Fragment(f"tl.store(work + {row_at(rows[name])}i, {name}, mask=inside)")
-    return Pass((), (*values, found, left), (Fragment("tl.debug_barrier()"),))
+    return Pass((), (*values, found, _left(name, Fragment(name), rows)), (BARRIER,))
 
 
 def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list[Fragment]) -> Pass:

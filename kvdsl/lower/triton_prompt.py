@@ -67,7 +67,7 @@ def triton_prompt_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPrompt
         numbers: names of the numbers in the table, in order.
     """
     policy = in_parts(policy, CAN.knows)
-    folded = [column for column in policy.columns if column.rule != "token"]
+    folded = [column for column in policy.columns if column.rule not in ("token", "prune")]
     if not folded or any(column.rule == "fold" for column in folded):
         return None
     loops, hoisted = _over_slots(policy, [column.body for column in folded])

@@ -34,7 +34,7 @@ class TritonWords:
 def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
     """The sentences for a plan."""
     choosing = plan.select
-    pages = choosing is not None and choosing.by == "page_bound"
+    pages = choosing is not None and choosing.paged
     several = choosing or plan.hard_cap or plan.agrees
     return TritonWords(
         launches=(
@@ -56,6 +56,7 @@ def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
     wanted = {
         "evicting": plan.settles or plan.hard_cap or protects,
         "layout": True,
+        "neighbours": plan.pools,
         "observing": observes_prompts,
         "ops": True,
         "rotate": plan.compact,
@@ -71,8 +72,10 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
     elif plan.hard_cap:
         yield "`make_room`, before everything else: one program frees what of a KV head's slots a hard cap asks for."
     if choosing:
-        looked_at = "pages" if choosing.by == "page_bound" else "slots"
+        looked_at = "pages" if choosing.paged else "slots"
         yield (f"`look`: one program grades the {looked_at} of one of S splits of a KV head, and counts them by level.")
+        if choosing.vote:
+            yield f"`vote`: one program grades those of a split anew, for all KV heads of a row, by the {choosing.vote} of what they found."
         yield (
             f"`choose`: PIECES programs share a KV head's {looked_at}, and keep those that may be chosen; "
             "the last to arrive chooses the highest."
@@ -91,6 +94,8 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         yield "W: dims of the sketch. dims: which those are, -1 behind them."
     if choosing and choosing.by == "page_bound":
         yield "P: pages that there is room for. Nothing ever leaves, so that the token at position p is in slot p."
+    if choosing and choosing.by == "page_mean":
+        yield "Nothing ever leaves, so that the token at position p is in slot p."
     yield "SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one."
     if plan.reads_vectors:
         yield "k, v: keys and values of slots i. first_row: where those of the head begin. d, e: their dims."

@@ -227,35 +227,50 @@ def plain(expr: Expr) -> Expr:
     return bottom_up(expr, _plain)
 
 
+def compared(expr: Expr, page: Expr) -> Expr:
+    """The expression with ranks and reductions by page as reductions of the other slots, for a target that has code for these alone.
+
+    Args:
+        page: the number of a slot's page, as the target has it.
+    """
+
+    def rule(part: Expr) -> Expr:
+        if isinstance(part, Rank) and part.within != "heads":
+            return _rank_by(part.body, page if part.within == "page" else None)
+        if isinstance(part, Reduce) and part.within in ("page", "next"):
+            return _plain(_compared(part, page, page if part.within == "page" else call("+", page, ONE)))
+        return part
+
+    return bottom_up(expr, rule)
+
+
 def _plain(expr: Expr) -> Expr:
     if isinstance(expr, Rank) and expr.by is not None:
         return _rank_by(expr.body, expr.by)
     if not isinstance(expr, Reduce):
         return expr
     if expr.by is not None:
-        expr = _compared(expr, expr.by)
+        expr = _compared(expr, expr.by, expr.by)
     return expr if expr.where is None else _of_what_holds(expr, expr.where)
 
 
-def _compared(expr: Reduce, key: Expr) -> Reduce:
-    """A reduction by a key as one of the other slots: those whose key is the slot's."""
-    same = call("==", Other(body=key), key)
+def _compared(expr: Reduce, key: Expr, own: Expr) -> Reduce:
+    """A reduction by a key as one of the other slots: those whose key is what the slot says, mostly its own."""
+    same = call("==", Other(body=key), own)
     where = same if expr.where is None else call("and", same, Other(body=expr.where))
     body = Other(body=expr.body) if axes_of(expr.body) else expr.body
     return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=body, where=where)
 
 
-def _rank_by(body: Expr, key: Expr) -> Expr:
-    """How many slots with the same key rank lower: a NaN below every number, of equals the older."""
+def _rank_by(body: Expr, key: Expr | None) -> Expr:
+    """How many slots, of all or of those with the same key, rank lower: a NaN below every number, of equals the older."""
     mine, other, older = body, Other(body=body), call("<", Other(body=POSITION), POSITION)
     is_nan, other_is_nan = (call("!=", x, x) for x in (mine, other))
     equal = call("or", call("==", other, mine), call("and", is_nan, other_is_nan))
     lower = call("or", call("<", other, mine), call("and", other_is_nan, call("not", is_nan)))
     before = call("or", lower, call("and", equal, older))
-    return _of_what_holds(
-        Reduce(op="sum", axis=Axis.OTHER, within="self", body=ONE),
-        call("and", call("==", Other(body=key), key), before),
-    )
+    counted = before if key is None else call("and", call("==", Other(body=key), key), before)
+    return _of_what_holds(Reduce(op="sum", axis=Axis.OTHER, within="self", body=ONE), counted)
 
 
 def _of_what_holds(expr: Reduce, where: Expr) -> Expr:

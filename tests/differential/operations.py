@@ -316,7 +316,7 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 
 _NOWHERE = {
-    *("median over slots", "median over the last N queries", "rank in a query", "fold over prunes, of heads that agree"),
+    *("median over slots", "median over the last N queries", "rank in a query"),
     *(f"rotation in a {place}" for place in ("score", "query", "selection")),
     *(f"leverage of {what}" for what in ("keys", "weighed values")),
     *(f"a tensor in a projection of {what}" for what in ("a mean", "a score", "what is selected")),
@@ -326,7 +326,7 @@ _NOWHERE = {
 WITHOUT_KERNELS = {
     "cpu": _NOWHERE | {
         *(f"{op} of some of {where}" for op in ("std", "var") for where in ("dims", "sketch")),
-        "a given value in a score that heads agree on", "a tensor in a count that heads agree on",
+        "fold over prunes, of heads that agree", "a given value in a score that heads agree on", "a tensor in a count that heads agree on",
         "vectors in heads that agree",
     },
     "triton": _NOWHERE | {
@@ -338,13 +338,12 @@ WITHOUT_KERNELS = {
             for op in ("sum", "mean", "std", "var", "max", "min")
             for over in (
                 "over page", "over next page", "over others",
-                *(f"of some of {where}" for where in ("page", "next page", "slots as j", "others", "a key")),
+                *(f"of some of {where}" for where in ("slots as j", "others", "a key")),
             )
         ),
-        *(f"others in {place}" for place in ("a budget", "a prune", "distances", "the newest that is alike", "what is kept")),
-        *("max_pool", "mean_pool"),
-        *(f"rank in {place}" for place in ("a key", "all", "page", "a selection", "a page of a selection")),
-        *(f"fold over {what}" for what in ("queries, of vectors", "prunes", "prunes, of a fold")),
+        *(f"others in {place}" for place in ("a budget", "distances")),
+        *(f"rank in {place}" for place in ("a selection", "a page of a selection")),
+        "fold over queries, of vectors",
         *(f"{op} over sketch" for op in ("mean", "std", "var", "max", "min")),
         *(f"a tensor in a {place}" for place in ("count that a selection keeps", "reduction over queries and dims", "selection", "sketch")),
         *(f"vectors in {place}" for place in ("a reduction of products", "a selection", "what a query gives")),

@@ -305,7 +305,26 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
             "a sketch by anything but the query, dim by dim",
         ),
         ("param budget = 8\nscore sum(attn)\nvictims shared by layers", "`victims shared by layers`"),
-        ("param budget = 8\nscore max_pool(sum(attn), 3)", "`max_pool`"),
+        (
+            "param budget = 8\nscore max_pool(sum(attn), 3)\nvictims shared by heads",
+            "a pool of heads that agree on who leaves",
+        ),
+        ("param budget = 8\nscore norm2(k - mean(other(k) over others))", "what slots have of each other dim by dim"),
+        ("param budget = 8\nscore max(sum(other(k) * v over dims) over others)", "what slots have of each other dim by dim"),
+        ("param budget = 8\nscore sum(rank(attn))", "`rank`"),
+        (
+            "param budget = 8\nscore sum(attn)\npages 4\nselect top 8 by dot(q, mean(k over page))",
+            "`select` by `pages` of what eviction",
+        ),
+        (
+            "pages 4 after 1\nselect top 8 by dot(q, mean(k over page))",
+            "`select` by `pages` that do not begin with the text",
+        ),
+        (
+            "group max\npages 4\nselect top 8 by dot(q, mean(k over page))",
+            "`select` by the mean key of a page, where the largest",
+        ),
+        ("select top 8 by max(dot(q, k) over heads) - age", "`select` by anything but dot(q, k)"),
     ],
 )
 def test_what_triton_refuses(statements: str, refusal: str) -> None:

@@ -116,6 +116,8 @@ def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sizes, "settle_block", 16)
     patch.setattr(Sizes, "alone_block", 16)
     patch.setattr("kvdsl.runtime.gpu.evicting.WIDE", tl.constexpr(16))
+    for module in ("sizes", "prompt"):
+        patch.setattr(f"kvdsl.runtime.gpu.{module}.COMPARED", 16)
     patch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
     patch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
     patch.setattr("kvdsl.runtime.state.slots._GROWTH", 32)

@@ -77,6 +77,24 @@ def test_what_no_shipped_policy_has(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("policy", "kernels"),
+    [
+        ("gkv", ["settle"]),
+        ("raas", ["settle", "settle_prompt"]),
+        ("snapstream", ["settle", "settle_prompt"]),
+        ("infllm", ["look", "vote", "choose"]),
+    ],
+)
+def test_slots_and_heads_compared_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str, kernels: list[str]) -> None:
+    """What only policies of the gallery have."""
+    rows = run(capsys, "build", policy, "--target", NEWEST, "--json").json()["rows"]
+    ours = [row for row in rows if row["kernel"] in kernels]
+    assert [row["kernel"] for row in ours] == [kernel for kernel in kernels for _ in NEWEST.split(",")]
+    assert not any(row["spills"] for row in ours)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas"])
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype"),

@@ -62,7 +62,7 @@ def test_a_power_that_is_a_whole_number_is_one_in_a_count() -> None:
 
 
 OPERATIONS = dict(all_operations())
-FAST = ("std over slots", "ema over queries", "var over the last N queries", "a tensor in a budget")
+FAST = ("std over slots", "max_pool", "ema over queries", "var over the last N queries", "a tensor in a budget")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.nightly) for name in OPERATIONS]
 
 

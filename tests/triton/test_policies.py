@@ -135,7 +135,7 @@ COUNTS = re.compile(r"^budget (?!.*across layers).*(over slots|seen|enough|live)
 """Budgets that read the data."""
 
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not (COUNTS.search(text) and "when prefill" not in text) and not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by layers"))]  # fmt: skip
+    word in text for word in ("dot(", "select", "sketch", "shared by layers")) and not ("_pool" in text and "shared" in text)]  # fmt: skip
 SELECTING = few(["select of a part", "compact selection", "select", "select pages", "sketch"], "select of a part")
 
 

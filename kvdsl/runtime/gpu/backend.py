@@ -39,6 +39,7 @@ from kvdsl.runtime.gpu.sizes import (
     LOOK_OPTIONS,
     SETTLE_OPTIONS,
     TAKE_OPTIONS,
+    VOTED_AT_ONCE,
     Sizes,
     choosers,
 )
@@ -203,7 +204,9 @@ class TritonBackend:
         if state.selects:
             look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
-            chosen = sizes.choose(work.splits, work.choosers, pages=state.spec.bounds_pages)
+            if hasattr(self.kernels, "vote"):
+                yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)
+            chosen = sizes.choose(work.splits, work.choosers, pages=chooses_pages(self.kernels))
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
@@ -246,6 +249,11 @@ def sizes_of(call: AttentionCall) -> Sizes:
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, which takes tensors on CPUs."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def chooses_pages(kernels: Any) -> bool:
+    """Whether what a query attends to is chosen page by page."""
+    return hasattr(kernels, "choose") and "window" in kernels.choose.arg_names
 
 
 @lru_cache
@@ -299,7 +307,7 @@ def workspace_of(
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(*cut)
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
-    choose = choosers(*cut, sizes.choose_block(pages=state.spec.bounds_pages))
+    choose = choosers(*cut, sizes.choose_block(pages=chooses_pages(kernels)))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
     return Workspace(fits(state, kernels, sizes), tensors, splits, per_split, pieces, per_piece, choose, _width(state))
 

@@ -20,19 +20,21 @@ from triton.compiler import ASTSource
 from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.backend import interpreted, kernels_of
+from kvdsl.runtime.gpu.backend import chooses_pages, interpreted, kernels_of
 from kvdsl.runtime.gpu.launch import check_release, tool
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Workload, taken
 from kvdsl.runtime.gpu.sizes import (
     ALONE_OPTIONS,
     CHOOSE_OPTIONS,
+    COMPARED,
     GIVE_BACK_OPTIONS,
     LOOK_OPTIONS,
     OBSERVE_OPTIONS,
     SETTLE_OPTIONS,
     SETTLED_AT_ONCE,
     TAKE_OPTIONS,
+    VOTED_AT_ONCE,
     Sizes,
 )
 from kvdsl.runtime.rope import Rope
@@ -191,7 +193,8 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     found = [
         ("make_room", "make_room", alone, ALONE_OPTIONS, True),
         ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
-        ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
+        ("vote", "vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
+        ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
         ("attend", attend, sizes.attend(rope), sizes.attend_options, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
         ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.SPREADS), settles, True),
@@ -199,7 +202,7 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
         ("observe", "observe", sizes.observe(), observes, True),
-        ("settle_prompt", "settle_prompt", {"BLOCK": SETTLED_AT_ONCE}, ALONE_OPTIONS, True),
+        ("settle_prompt", "settle_prompt", {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED}, ALONE_OPTIONS, True),
     ]
     for kernel, function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function

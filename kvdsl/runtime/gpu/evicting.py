@@ -214,7 +214,7 @@ def evict(
         gone = _evict_one(position, scores, kept, slots, slot, tops, TOPS, WHOLE)
     if gone < 0:
         for t in tl.static_range(TOPS):
-            _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], WHOLE)
+            protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], WHOLE)
         newest = _newest_held(position, slots, WHOLE)  # not the row's newest token, if that has left before
         for members in range(CLASSES):
             if leaving > 0:
@@ -275,7 +275,7 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
+def protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
     """Protect the n slots that rank highest, of those that nothing else protects."""
     live = _above(position, top, kept, slots, NOBODY, ops.BELOW_ALL, EVERYTHING, BLOCK)
     bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), live, EVERYTHING, BLOCK)

@@ -260,6 +260,13 @@ def observed(pos, newest, window):
 
 
 @triton.jit
+def page_of(pos, size, after):
+    """The number of the page in which a token is; pages begin behind the first `after` tokens, and before these have numbers below 0."""
+    behind = pos - after
+    return tl.where(behind >= 0, behind // size, -1 - (-1 - behind) // size).to(tl.float32)
+
+
+@triton.jit
 def random_key(seed, layer, head):
     """The hash that a head's random numbers have in common."""
     return _absorb(_absorb(seed.to(tl.uint32), layer), head)
@@ -305,6 +312,12 @@ def grade(x):
     """Integers in the order of x: NaN lowest, -0 = +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_GRADE)
+
+
+@triton.jit
+def graded(grade):
+    """A number of this grade."""
+    return (grade ^ ((grade >> 31) & INT_MAX)).to(tl.float32, bitcast=True)
 
 
 # -- programs that share a head's slots --------------------------------------------------------------------------------

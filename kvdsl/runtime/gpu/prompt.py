@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.launch import is_hopper, launch, signed
-from kvdsl.runtime.gpu.sizes import ALONE_OPTIONS, EVERYTHING, OBSERVE_OPTIONS, SETTLED_AT_ONCE, Sizes
+from kvdsl.runtime.gpu.sizes import ALONE_OPTIONS, COMPARED, EVERYTHING, OBSERVE_OPTIONS, SETTLED_AT_ONCE, Sizes
 from kvdsl.runtime.torch import dense, statistics
 from kvdsl.runtime.torch.attention import in_rows
 from kvdsl.runtime.torch.eviction import Held
@@ -90,7 +90,7 @@ def settle(kernels: Any, held: Held) -> bool:
         "ring_rows": state.column_index.ring_rows().to(position.device, non_blocking=True),
         "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
         "slots": slots, "window": state.window or EVERYTHING,
-        "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "BLOCK": SETTLED_AT_ONCE,
+        "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "TILE": COMPARED, "BLOCK": SETTLED_AT_ONCE,
     }  # fmt: skip
     launch(kernels.settle_prompt, (heads, batch), arguments, ALONE_OPTIONS)
     return True

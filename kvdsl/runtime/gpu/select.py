@@ -210,6 +210,60 @@ def _bound(query, low, high, d, G: tl.constexpr, D: tl.constexpr, HOW: tl.conste
 
 
 @triton.jit
+def look_at_means(
+    query,  # [G, D], with all that follows: one KV head's
+    new_key,  # [D]
+    keys,  # [N, D]
+    products,  # [N + 16] int32: gets the products with the tokens' keys, as bits
+    grades,  # [N + 16] int32: gets the pages'
+    first,
+    end,
+    size,  # of a page, in tokens
+    now,
+    oldest,  # the first position that the query sees
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    D: tl.constexpr,
+    W_PAD: tl.constexpr,
+    HOW: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    table,  # [blocks of a row] int64, if SIZE
+    SIZE: tl.constexpr,
+):
+    """Grade one split's pages, from `first` on, by the product with the mean of the keys in them, which is the mean of the products. The
+    token at position p is in slot p.
+    """
+    g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
+    q = tl.load(query + g[:, None] * D + j[None, :], mask=(g[:, None] < G) & (j[None, :] < D), other=0.0)
+    stop = tl.minimum(end * size, now)
+    for start in range(first * size, stop, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        held = i < stop
+        k = tl.load(
+            keys + layout.rows(i, held, table, SIZE)[:, None] * D + j[None, :],
+            mask=held[:, None] & (j[None, :] < D),
+            other=0.0,
+        )
+        tl.store(products + i, product(q, k, g, G, HOW, DOT).to(tl.int32, bitcast=True), mask=held)
+    if (first <= now // size) & (now // size < end):
+        new = tl.load(new_key + j, mask=j < D, other=0.0).to(tl.float32)
+        found = ops.over_group(tl.sum(q.to(tl.float32) * new[None, :], 1)[:, None], g, G, HOW)
+        tl.store(products + now + tl.arange(0, 1), found.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    for start in range(first, end, BLOCK):
+        page = start + tl.arange(0, BLOCK)
+        total, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for t in range(size):
+            slot = page * size + t
+            there = (page < end) & (slot >= oldest) & (slot <= now)
+            total += tl.load(products + slot, mask=there, other=0).to(tl.float32, bitcast=True)
+            count += there.to(tl.float32)
+        visible = page * size + size > oldest
+        tl.store(grades + page, tl.where(visible, ops.grade(tl.div_rn(total, count)), UNSEEN), mask=page < end)
+
+
+@triton.jit
 def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
     """Widen the bounds of the new token's page by its key, [D_PAD]."""
     low_at = page_bounds + (now // size).to(tl.int64) * 2 * D + d
@@ -219,6 +273,31 @@ def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
     k = key.to(tl.float32)
     tl.store(low_at, ops.minimum(low, k).to(page_bounds.dtype.element_ty), mask=d < D)
     tl.store(low_at + D, ops.maximum(high, k).to(page_bounds.dtype.element_ty), mask=d < D)
+
+
+# -- heads that choose together ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def vote(grades, first, end, slots, heads, HOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Give units the grade of what all KV heads of a row find, [H, N + 16], reduced: their slots hold the same tokens."""
+    for start in range(first, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        seen = tl.load(grades + i, mask=i < end, other=UNSEEN) != UNSEEN
+        found = ops.graded(tl.load(grades + i, mask=seen, other=0))
+        for head in range(1, heads):
+            one = ops.graded(tl.load(grades + head * (slots + 16) + i, mask=seen, other=0))
+            if HOW == "max":
+                found = ops.maximum(found, one)
+            elif HOW == "min":
+                found = ops.minimum(found, one)
+            else:
+                found += one
+        if HOW == "mean":
+            found = tl.div_rn(found, tl.zeros([BLOCK], tl.float32) + heads)
+        tl.debug_barrier()  # all threads have read before any writes
+        for head in range(heads):
+            tl.store(grades + head * (slots + 16) + i, ops.grade(found), mask=seen)
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,15 @@ _ALONE_ELEMENTS = 8192
 SETTLED_AT_ONCE = 2048
 """Slots that `settle_prompt` takes at once: no logits are there."""
 
+COMPARED = 64
+"""Slots of either side of a tile in which slots are compared with each other: numbers that one program's threads hold a few of."""
+
+_PAIR_ELEMENTS = 2048
+"""Of keys or values of either side of such a tile, where those are multiplied: AMD's registers hold no more."""
+
+VOTED_AT_ONCE = 256
+"""Slots or pages that a program of `vote` takes at once."""
+
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
 
@@ -168,6 +177,8 @@ class Sizes:
             "W_PAD": _matrix(width),
             "BLOCK": self.alone_block if alone else self.settle_block,
             "ROWS": max(16, _ALONE_ELEMENTS // _power_of_two(max(self.key_dim, self.value_dim))),
+            "TILE": COMPARED,
+            "ROW_TILE": max(16, min(COMPARED, _PAIR_ELEMENTS // _power_of_two(max(self.key_dim, self.value_dim)))),
         }
 
     def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:

@@ -1,0 +1,166 @@
+"""Slots compared with each other, in Triton: reductions over the other slots, where it is found who leaves.
+
+What belongs to one slot, be it the slot itself or the other one, lies in rows of `work`. A loop over blocks of slots has a loop over all
+slots in it: its tiles are [slots, other slots], and are reduced behind it only. Vectors meet in products alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Other, Reduce, walk
+from kvdsl.lower.expression import (
+    Fragment,
+    NotLowerable,
+    Use,
+    dims_of,
+    fragment,
+    is_condition,
+    names_of,
+    of_slot_and_other,
+    uses_of,
+)
+from kvdsl.lower.triton_expressions import BlockPrinter, Pass, TilePrinter, dims_there
+
+POSITION = "position"
+"""What has no row: a loop over slots has it already."""
+_OF_VECTORS = "what slots have of each other dim by dim, but for products of keys, or of values"
+_NOTHING = {"max": 'float("-inf")', "min": 'float("inf")'}
+
+Row = Callable[[Expr], str]
+"""From what a slot has to the name of the row of `work` that holds it, or `POSITION`."""
+
+
+def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callable[[str], str]) -> Pass:
+    """The loops of a reduction, which name it `compared`, a number for every slot of a block.
+
+    Args:
+        names: of what stands before.
+        row: is asked for whatever belongs to one slot. address: where the row of a name begins, to be added to what stands behind it.
+    """
+    if Axis.DIM in axes_of(expr):
+        raise NotLowerable(_OF_VECTORS)
+    products = {product: f"product_{n}" for n, product in enumerate(_products(expr.body))}
+    joined = _joined(expr, _PairPrinter(names, row, products).value(expr.body))
+    size = "ROW_TILE" if products else "TILE"
+    mine, theirs = [], []
+    for product, called in products.items():
+        own, other = _vectors(product, names, row)
+        mine.append(fragment(f"own_of_{called} = {{}}", own))
+        theirs.append(fragment(f'{called} = tl.dot(own_of_{called}, tl.trans({{}}), input_precision="ieee")', other))
+    among = "there[None, :]" if expr.within == "self" else "there[None, :] & (pos[:, None] != other_pos[None, :])"
+    uses = uses_of(*mine, *theirs, joined)
+    start = f"tl.full([{size}, {size}], {_NOTHING.get(expr.op, '0.0')}, tl.float32)"
+    return Pass(
+        before=(),
+        body=(*_loads(uses, "own", address), *mine, Fragment(f"compared = {start}")),
+        inner=(*_loads(uses, "other", address), *theirs, Fragment(f"among = {among}"), joined),
+        behind=(Fragment(f"compared = {_reduced(expr, size)}"),),
+    )
+
+
+def _products(body: Expr) -> Iterator[Reduce]:
+    """The products of a slot's vectors and the other one's."""
+    for part in dict.fromkeys(walk(body)):
+        if isinstance(part, Reduce) and part.axis is Axis.DIM and Axis.OTHER in axes_of(part):
+            yield part
+
+
+def _vectors(product: Reduce, names: dict[Expr, str], row: Row) -> tuple[Fragment, Fragment]:
+    """The slots' vectors of a product and the other slots', with zeros behind their dims."""
+    sides = of_slot_and_other(product)
+    if sides is None or dims_of(sides[0]) != dims_of(sides[1].body):
+        raise NotLowerable(_OF_VECTORS)
+    there = f"({dims_there(sides[0])})[None, :]"
+    own, other = _VectorPrinter(names, row, "own").value(sides[0]), _VectorPrinter(names, row, "other").value(sides[1].body)
+    return fragment(f"tl.where({there}, {{}}, 0.0)", own), fragment(f"tl.where({there}, {{}}, 0.0)", other)
+
+
+def _joined(expr: Reduce, body: Fragment) -> Fragment:
+    """How a tile joins what was found before it."""
+    if expr.op in _NOTHING:
+        return fragment(f"compared = ops.{expr.op}imum(compared, tl.where(among, {{}}, {_NOTHING[expr.op]}))", body)
+    return fragment("compared += tl.where(among, {}, 0.0)", body)
+
+
+def _reduced(expr: Reduce, size: str) -> str:
+    """What slots have of all others, at the end."""
+    if expr.op == "max":
+        return "ops.largest(compared, (pos >= 0)[:, None], 1)"
+    if expr.op == "min":
+        return "-ops.largest(-compared, (pos >= 0)[:, None], 1)"
+    if expr.op == "sum":
+        return "tl.sum(compared, 1)"
+    count = "live" if expr.within == "self" else "(live - 1)"
+    return f"tl.div_rn(tl.sum(compared, 1), tl.zeros([{size}], tl.float32) + {count})"
+
+
+# -- what belongs to one slot ------------------------------------------------------------------------------------------
+
+
+def _held(row: Row, expr: Expr, whose: str, along: str) -> Fragment:
+    """What the slot has, or the other one, along one side of a tile."""
+    name = row(expr)
+    text = f"{whose}_{name}{along}"
+    return Fragment(f"({text} != 0)" if is_condition(expr) else text, uses=(Use(whose, name),))
+
+
+def _loads(uses: Iterable[Use], whose: str, address: Callable[[str], str]) -> Iterator[Fragment]:
+    """Statements that load what is used."""
+    i, pos, inside = ("i", "pos", "inside") if whose == "own" else ("j", "other_pos", "there")
+    for name in names_of(uses, whose):
+        if name == POSITION:
+            yield Fragment(f"{whose}_{name} = {pos}.to(tl.float32)")
+        else:
+            yield Fragment(f"{whose}_{name} = tl.load(work + {address(name)}{i}, mask={inside}, other=0.0)")
+
+
+def _of_one_slot(expr: Expr) -> bool:
+    return axes_of(expr) == {Axis.SLOT}
+
+
+@dataclass(frozen=True)
+class _PairPrinter(BlockPrinter):
+    """Float32 values over a tile of slots and other slots. `products`: what those of vectors are called."""
+
+    row: Row
+    products: dict[Reduce, str]
+
+    def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
+        if isinstance(expr, Other):
+            if _of_one_slot(expr.body):
+                return _held(self.row, expr.body, "other", "[None, :]")
+            if axes_of(expr.body):
+                raise NotLowerable(_OF_VECTORS)
+            return self(expr.body, at_least)
+        return _held(self.row, expr, "own", "[:, None]") if _of_one_slot(expr) else super().__call__(expr, at_least)
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if Axis.OTHER not in axes_of(expr):
+            return super().reduce(expr)
+        if expr not in self.products:
+            raise NotLowerable("a reduction of what a slot is compared with, inside another one")
+        return Fragment(self.products[expr])
+
+    def operand(self, side: Expr, whole: Call) -> Fragment:
+        return super().operand(side, whole) if axes_of(side) else fragment("ops.truth({})", self.truth(side))
+
+
+@dataclass(frozen=True)
+class _VectorPrinter(TilePrinter):
+    """Float32 values over slots, or the other ones, and the dims of their keys or values."""
+
+    row: Row
+    whose: str
+
+    def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
+        if _of_one_slot(expr):
+            return _held(self.row, expr, self.whose, "[:, None]")
+        return super().__call__(expr, at_least)
+
+    def parts(self, expr: Expr) -> Fragment:
+        made = super().parts(expr)
+        other = self.whose == "other" and expr in (Input(name="k"), Input(name="v"))
+        return Fragment(f"other_{made.text}", uses=made.uses) if other else made
