@@ -28,7 +28,7 @@ SHARED = {
         Case("p", batch=2, prompt=30, padding=5, steps=2, group=2, kv_heads=2),
     ),
     "one pool": (
-        "param budget = 6\nbudget budget across layers\nscore norm2(v)\nkeep first 2\nkeep top 9 by age\nkeep last 2\nwhen prefill",
+        "param budget = 6\nbudget budget across layers\nscore norm2(v)\nkeep first 2\nkeep where age > 4\nkeep last 2\nwhen prefill",
         Case("p", batch=2, prompt=30, padding=5, steps=2, group=2, kv_heads=2, layers=3, layer=1),
     ),
     "a budget that the ends exceed": (
