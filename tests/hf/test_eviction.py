@@ -28,7 +28,7 @@ def run(family: str, policy: str, inputs: dict[str, Tensor], new: int = 15) -> t
     return cache, zoo.greedy(model, inputs, new, cache=cache)
 
 
-@pytest.mark.parametrize("policy", policies.EVICTING)
+@pytest.mark.parametrize("policy", few(policies.EVICTING, "h2o", "streaming_llm", "roco"))
 @pytest.mark.parametrize("length", [5, 30])
 def test_budget_bounds_every_head(policy: str, length: int) -> None:
     cache, _ = run("llama", policy, zoo.plain(zoo.prompt(2, length)), new=30)

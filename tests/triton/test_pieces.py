@@ -42,7 +42,8 @@ def steps(state: SlotState, served: str) -> list[torch.Tensor]:
     return [server.decode(state, call(1, make, torch.float32)) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("processors", few([1, 3, 64], 3))
+@pytest.mark.nightly
+@pytest.mark.parametrize("processors", few([1, 3], 3))
 @pytest.mark.parametrize("keeps", few(KEEPS, "staged"))
 def test_any_number_of_programs(keeps: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_PROCESSORS_IN_THE_INTERPRETER", processors)
