@@ -196,7 +196,7 @@ def test_alone_in_its_group_a_query_head_chooses_as_a_group_does(name: str) -> N
     assert all(torch.equal(*pair) for backend in zip(*found, strict=True) for pair in zip(*backend, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sketch", "sketch of keys", "dot", "expression", "random"])
+@pytest.mark.parametrize("name", few(["sketch", "sketch of keys", "dot", "expression", "random"], "sketch"))
 def test_what_was_evicted_is_not_chosen(name: str) -> None:
     """Slots are freed and used again, in the sketch as well."""
     evicting = "param budget = 300\nscore random()\nkeep last 5\ntrigger overflow >= 3\nlet watched = sum(attn)\nkeep top 9 by watched\n"

@@ -72,6 +72,7 @@ def test_another_selection_is_found() -> None:
     assert len(found) == 1 and "forward 8: attends to other tokens" in found[0]
 
 
+@pytest.mark.nightly
 def test_lost_kernels_are_found() -> None:
     """A policy that had kernels and has none any more."""
     record = RECORDS["magicpig"] | {"texts": {}}

@@ -80,7 +80,9 @@ def test_nothing_is_said_where_all_of_it_stays(body: str, prompt: int) -> None:
     assert not told(cache_of(body), prompt, *[1] * 60)
 
 
-@pytest.mark.parametrize(("body", "count", "room"), [(UNION, 28, 24), (TOPS, 28, 24), (OVERLAP + "cap hard\n", 24, 23)])
+@pytest.mark.parametrize(
+    ("body", "count", "room"), few([(UNION, 28, 24), (TOPS, 28, 24), (OVERLAP + "cap hard\n", 24, 23)], (TOPS, 28, 24))
+)
 def test_unions(body: str, count: int, room: int) -> None:
     """Of several lines together, and where room is made for a token before it comes."""
     body = body.replace("keep top 16 by position", "keep top 20 by position") if "cap" in body else body
