@@ -172,11 +172,10 @@ FAULTS = [
     _fault(
         "interpreter",
         "kvdsl/interp/settle.py",
-        "np.where(position == position.max(initial=-1), 2, 1)",
-        "1",
-        "tests/interp/test_papers.py",
+        "return 2 * standing.astype(np.int64) + newest",
+        "return 2 * standing.astype(np.int64)",
+        "tests/differential/test_keeps.py",
         "tests/differential/test_random.py",
-        "tests/differential/test_statements.py",
     ),
     _fault(
         "interpreter",
@@ -291,15 +290,16 @@ FAULTS = [
     _fault(
         "torch",
         "kvdsl/runtime/torch/settle.py",
-        "self._add(_standings(key) < _tokens(count))",
-        "self._add(_standings(key) <= _tokens(count))",
+        "self._add(_standings(key) < _tokens(count), ends_last)",
+        "self._add(_standings(key) <= _tokens(count), ends_last)",
         "tests/differential/test_random.py",
     ),
     _fault(
         "torch",
         "kvdsl/runtime/torch/settle.py",
-        "reluctance = protection.mask.int() + (protection.mask & newest).int()",
-        "reluctance = protection.mask.int()",
+        "reluctance = 2 * protection.mask.int() + (protection.mask & newest).int()",
+        "reluctance = 2 * protection.mask.int()",
+        "tests/differential/test_keeps.py",
         "tests/runtime/test_overprotected.py",
         "tests/differential/test_random.py",
     ),
@@ -374,9 +374,9 @@ FAULTS = [
     _fault(
         "C++",
         "kvdsl/runtime/cpu/src/head.cpp",
-        "const Grade own = at[i] == last ? above_all - 1 : grade(score[i]);",
+        "const Grade own = at[i] == newest_held ? above_all - 1 : grade(score[i]);",
         "const Grade own = grade(score[i]);",
-        "tests/runtime/test_overprotected.py",
+        "tests/differential/test_keeps.py",
         "tests/differential/test_random.py",
     ),
     _fault(
