@@ -112,12 +112,11 @@ FAULTS = [
     _fault(
         "passes",
         "kvdsl/passes/fold.py",
-        "return 1 if 0 < count < 1 else math.floor(count)",
-        "return math.floor(count)",
-        "tests/sema",
-        "tests/interp/test_capacity.py",
-        "tests/differential/test_found_bugs.py",
-        "tests/differential/test_statements.py",
+        "return value if math.isfinite(value) else None",
+        "return value",
+        "tests/sema/test_fold.py",
+        "tests/sema/test_resolve.py",
+        "tests/sema/test_combinations.py",
     ),
     _fault(
         "passes",
