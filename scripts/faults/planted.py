@@ -60,7 +60,7 @@ FAULTS = [
     ),
     _fault(
         "check",
-        "kvdsl/sema/reductions.py",
+        "kvdsl/sema/forms.py",
         "elif body.axes != {Axis.SLOT, Axis.DIM}:",
         "elif not body.axes <= {Axis.SLOT, Axis.DIM}:",
         "tests/sema",
@@ -171,8 +171,8 @@ FAULTS = [
     _fault(
         "interpreter",
         "kvdsl/interp/settle.py",
-        "return 2 * standing.astype(np.int64) + newest",
-        "return 2 * standing.astype(np.int64)",
+        "found: Indices = 2 * standing.astype(np.int64) + newest",
+        "found: Indices = 2 * standing.astype(np.int64)",
         "tests/differential/test_keeps.py",
         "tests/differential/test_random.py",
     ),
