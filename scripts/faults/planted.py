@@ -547,8 +547,8 @@ FAULTS = [
     _fault(
         "padding",
         "kvdsl/runtime/hf/mask.py",
-        "None if mask.text is None else mask.text[:, -tokens:]",
-        "None if mask.text is None else mask.text[:, :tokens]",
+        "text = text[:, -tokens:].to(torch.bool",
+        "text = text[:, :tokens].to(torch.bool",
         "tests/hf/test_generation.py",
         "tests/hf/test_families.py",
     ),
