@@ -16,6 +16,9 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
+# What a release of transformers may change: run whole, nightly tests included.
+RELEASES := $(patsubst %,tests/hf/test_%.py,families rope generation eviction sharing speculation refusals fail_closed)
+
 # What pip is to install: `make test-newest NEWEST='torch==2.15.0 transformers==5.24.0'` names others. See scripts/newest.py.
 NEW    := $(VENV)/newest
 NEWEST ?= $$($(PY) -m scripts.newest)
@@ -71,7 +74,7 @@ test-nightly: $(READY)  ## all other tests, in 45 minutes
 	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m nightly tests/triton $(PYTEST_ARGS)
 
 test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release that kvdsl supports
-	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' tests/hf $(PYTEST_ARGS)
+	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(RELEASES) $(PYTEST_ARGS)
 
 $(OLD)/.ready: $(READY)
 	rm -rf $(OLD)
@@ -83,7 +86,7 @@ test-newest: $(READY)  ## the same under the newest transformers and torch for C
 	  test -x $(NEW)/bin/python || $(PYTHON) -m venv $(NEW); \
 	  $(NEW)/bin/python -m pip install --quiet --disable-pip-version-check $$newest hypothesis psutil pytest pytest-xdist \
 	    --editable '.[models]' --editable ./lab; \
-	  $(NEW)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not nightly' tests/hf $(PYTEST_ARGS)
+	  $(NEW)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(RELEASES) $(PYTEST_ARGS)
 
 test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl caches; installs the harness
 	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)

@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 TESTS = Path(__file__).parent
-NIGHTLY = ("bench", "eval", "models", "packaging", "playground", "reproduce", "search", "serving", "torture")
+NIGHTLY = ("bench", "build", "eval", "models", "packaging", "playground", "reproduce", "search", "serving", "torture")
 """Folders of which no test is for the gate."""
 
 hypothesis.settings.register_profile("kvdsl", deadline=None, print_blob=True)
@@ -33,11 +33,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The gate spares itself what their modules import."""
+    return True if config.option.markexpr == "not nightly" and _folder(collection_path) in NIGHTLY else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in NIGHTLY:
+        if _folder(item.path) in NIGHTLY:
             item.add_marker(pytest.mark.nightly)
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path != TESTS and path.is_relative_to(TESTS) else ""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

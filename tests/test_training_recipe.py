@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab" / "scripts
 import evaluate_reference_model as evaluation
 import train_reference_model as recipe
 
+pytestmark = pytest.mark.nightly
+
 STEPS, NOTE = 16, 8
 """Steps of each of two runs, and between points of the curve: minutes would make another model on a busy machine."""
 

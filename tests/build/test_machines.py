@@ -19,7 +19,7 @@ MACHINES = {
     "AVX2": ("g++", "-march=x86-64-v3"),
     "SSE2": ("g++", "-march=x86-64"),
 }
-TESTS = ("tests/emit/test_cpp.py", "tests/differential/test_token_columns.py", "tests/differential/test_selecting.py")
+TESTS = tuple(f"tests/differential/test_{name}.py" for name in ("statements", "token_columns", "selecting"))
 """Every statement, what is equal to the bit, and selection."""
 
 LAYOUTS = "tests/runtime/test_blocks.py"

@@ -166,6 +166,11 @@ def test_what_is_wrong_with_a_file_that_several_import_is_said_once(capsys: pyte
     assert "\n1 error\n" in result.err
 
 
+def test_one_mistake_in_two_places_is_told_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("twice.kv").write_text(GOOD.replace("mean(attn)", "zz + zz"))
+    assert run(capsys, "check", "twice.kv").err.count("KV0201") == 2
+
+
 def test_watch_waits_for_the_first_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without policies is told as JSON, and looked at again."""
     Path("empty").mkdir()

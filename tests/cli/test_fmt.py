@@ -112,5 +112,6 @@ def test_a_failed_write_leaves_the_file_as_it_was(
     assert sorted(path.name for path in Path().iterdir()) == ["good.kv", "inner", "loose.kv"]
 
 
+@pytest.mark.nightly
 def test_shipped_policies_are_formatted(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "fmt", "--check", str(resource("policies")), str(resource("grammar"))).code == 0

@@ -86,6 +86,7 @@ def test_without_tests_of_ones_own_the_shipped_ones_run(capsys: pytest.CaptureFi
         ("not later", 1, 0),
         ("oldest and not later", 1, 0),
         ("nonsense or later", 0, 1),
+        ("nonsense and oldest or later", 0, 1),
         ("mine_test", 1, 1),
     ],
 )

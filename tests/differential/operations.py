@@ -138,7 +138,7 @@ _GIVEN = {
     "a sketch": "sketch top 3 dims by mean(k * gift over slots) every 2 queries\nselect top 5 by dot(q, k over sketch)",
 }
 
-TRACE = Trace(budget=None, prompt=9, steps=6, batch=2, padding=3, dtype=torch.float32, seed=7)
+TRACE = Trace(budget=None, prompt=9, steps=5, batch=2, padding=3, dtype=torch.float32, seed=7)
 
 
 def trace_of(policy: Policy) -> Trace:

@@ -221,7 +221,7 @@ def test_tables_are_shared_and_grow() -> None:
 # -- EQUIP's theorem: the order of the slots does not matter ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", few([None, 9], 9))
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("rope", "tolerance"), [(None, 1e-6), (rope_of(DIM), 1e-5)], ids=["sdpa", "rope"])

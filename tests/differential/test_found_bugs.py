@@ -113,7 +113,7 @@ def test_a_param_beside_values(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", thinned(BODIES, 4))
+@pytest.mark.parametrize("name", thinned(BODIES, 8))
 def test_backends_agree_with_the_interpreter(name: str, backend: str) -> None:
     body, case = BODIES[name]
     total = compare(policy_of(body), spec_of(body), backend, case)
@@ -175,7 +175,7 @@ FOUND: dict[str, tuple[str, Trace]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(FOUND, 4))
+@pytest.mark.parametrize("name", thinned(FOUND, 3))
 def test_what_random_policies_found(name: str) -> None:
     body, trace = FOUND[name]
     checked = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n')).policy

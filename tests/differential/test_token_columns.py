@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvdsl.runtime.torch.numerics import sqrt
+from tests.quick import few
 
 from .token_columns import ALONE, SIZES, TOGETHER, check, policy_of, repeated, spec_of
 
@@ -19,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("policies")
 
 
-@pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), SIZES, ids=str)
+@pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), few(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
 def test_columns_are_the_interpreters_to_the_bit(
@@ -29,7 +30,8 @@ def test_columns_are_the_interpreters_to_the_bit(
     check(policy_of(name, folder), repeated(spec, backend, dtype, key_dim, value_dim))
 
 
-@pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), SIZES, ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), few(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("name", ALONE)
 def test_repeated_words_tie_alike_on_every_head(
     name: str, dtype: torch.dtype, key_dim: int, value_dim: int, folder: Path

@@ -215,6 +215,15 @@ def test_output_attentions() -> None:
         model(zoo.prompt(1, 9), **with_cache(cache_for(model)), output_attentions=True)
 
 
+def test_attention_in_both_directions() -> None:
+    model = zoo.make("Llama")
+    cache = cache_for(model)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(KvdslError, match="attends in both directions") as error:
+        model(zoo.prompt(1, 6), **with_cache(cache))
+    said(error)
+
+
 def test_ready_made_masks() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 6)
     for mask in (torch.zeros(1, 1, 6, 6), torch.ones(1, 1, 6, 6).triu().bool()):

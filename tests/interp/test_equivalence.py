@@ -146,6 +146,7 @@ def random_policies(draw: st.DrawFn) -> Policy:
     )
 
 
+@pytest.mark.nightly
 @settings(deadline=None, max_examples=75)
 @given(random_policies(), CALLS, st.integers(1, 4), st.integers(0, 5), st.integers(0, 2**32 - 1))
 def test_history_and_columns_agree(policy: Policy, setting: Call, group: int, prompt: int, seed: int) -> None:

@@ -19,7 +19,7 @@ from tests.quick import few
 FILE = Path(__file__).with_name("kept.json")
 RECORDS: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 STEMS = sorted(RECORDS)
-CHUNKS = [STEMS[start::4] for start in range(4)]
+CHUNKS = [STEMS[start::8] for start in range(8)]
 
 
 def test_every_policy_is_recorded() -> None:
@@ -72,6 +72,7 @@ def test_another_selection_is_found() -> None:
     assert len(found) == 1 and "forward 8: attends to other tokens" in found[0]
 
 
+@pytest.mark.nightly
 def test_lost_kernels_are_found() -> None:
     """A policy that had kernels and has none any more."""
     record = RECORDS["magicpig"] | {"texts": {}}

@@ -28,6 +28,7 @@ from kvdsl.syntax.reader import read
 from kvdsl.syntax.shape import parse_module
 from tests.differential.random_policies import policy_of
 from tests.lower.test_spellings import APART, PAIRS
+from tests.quick import thinned
 
 from .calm import calm, several
 from .rewriting import rewritten
@@ -84,7 +85,7 @@ def test_what_is_printed() -> None:
     assert [one.code for one in calm.check(budget=0)] != []
 
 
-@pytest.mark.parametrize("path", all_policies(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", thinned(all_policies(), 3), ids=lambda path: path.stem)
 def test_every_policy_can_be_written_in_python(path: Path) -> None:
     source = read(path, Sink())
     assert source is not None

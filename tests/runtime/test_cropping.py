@@ -11,6 +11,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
+from tests.quick import few
 
 TOKENS = 24
 POLICIES: dict[str, dict[str, float]] = {
@@ -21,7 +22,7 @@ POLICIES: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.fixture(params=POLICIES)
+@pytest.fixture(params=few(POLICIES, "quest", "h2o"))
 def filled(request: pytest.FixtureRequest) -> tuple[Any, Tensor]:
     """A cache of 20 tokens of a prompt and four more, all of them noted where the policy evicts, and the text."""
     model, ids = zoo.model("llama"), zoo.prompt(1, 40)

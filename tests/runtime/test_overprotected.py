@@ -14,6 +14,7 @@ from torch import Tensor
 import kvdsl
 from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
+from tests.quick import few
 
 BEYOND = "param budget = 50\nscore mean(attn)\nkeep where position < prompt\n"
 WITHIN = "param extra = 50\nbudget prompt + extra\nscore mean(attn)\nkeep where position < prompt\n"
@@ -79,7 +80,9 @@ def test_nothing_is_said_where_all_of_it_stays(body: str, prompt: int) -> None:
     assert not told(cache_of(body), prompt, *[1] * 60)
 
 
-@pytest.mark.parametrize(("body", "count", "room"), [(UNION, 28, 24), (TOPS, 28, 24), (OVERLAP + "cap hard\n", 24, 23)])
+@pytest.mark.parametrize(
+    ("body", "count", "room"), few([(UNION, 28, 24), (TOPS, 28, 24), (OVERLAP + "cap hard\n", 24, 23)], (TOPS, 28, 24))
+)
 def test_unions(body: str, count: int, room: int) -> None:
     """Of several lines together, and where room is made for a token before it comes."""
     body = body.replace("keep top 16 by position", "keep top 20 by position") if "cap" in body else body
@@ -87,6 +90,7 @@ def test_unions(body: str, count: int, room: int) -> None:
     assert f"protects {count} tokens" in said and f"keeps {room} of them" in said
 
 
+@pytest.mark.nightly
 def test_what_the_message_says_is_what_happens() -> None:
     """A protected token has left exactly where somebody was told."""
     for budget in range(20, 40, 3):
@@ -128,7 +132,9 @@ def test_a_budget_that_reads_the_data() -> None:
     assert "protects 60 tokens" in said and "keeps 30 of them" in said
 
 
-@pytest.mark.parametrize("name", ["roco_easykv", "raas", "scope", "roco", "criticalkv", "vase", "prefill_decoding"])
+@pytest.mark.parametrize(
+    "name", few(["roco_easykv", "raas", "scope", "roco", "criticalkv", "vase", "prefill_decoding"], "roco", "raas")
+)
 def test_shipped_policies_keep_what_they_protect(name: str) -> None:
     policy = kvdsl.load(name)
     assert policy.spec.overprotects

@@ -253,12 +253,17 @@ def attend_by(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
         monkeypatch.setattr(dense, "_fused", lambda prompt: None)
 
 
+TEXTS = {"attn": WATCH, "logit": LOGITS, "last": LAST, "nothing": NOTHING}
+IN_ONE_PASS = (("torch", "fused"), ("cpu", "one pass"))
+WAYS = [(asked, *way) for asked in TEXTS for way in (ATTENTIONS if asked == "attn" else IN_ONE_PASS)]
+
+
 @pytest.mark.parametrize(
-    "text", [WATCH, LOGITS, LAST, NOTHING], ids=["attn", "logit", "last", "nothing"]
+    ("asked", "backend", "attention"), few(WAYS, *((asked, *way) for asked in TEXTS for way in IN_ONE_PASS))
 )  # varies first: a case's matrices serve all of its tests
-@pytest.mark.parametrize(("backend", "attention"), ATTENTIONS)
-@pytest.mark.parametrize("name", few(CASES, "causal", "padded window", "sinks", "bfloat16", "three padded forwards"))
-def test_columns_and_outputs(monkeypatch: pytest.MonkeyPatch, text: str, name: str, attention: str, backend: str) -> None:
+@pytest.mark.parametrize("name", few(CASES, "padded window", "three padded forwards"))
+def test_columns_and_outputs(monkeypatch: pytest.MonkeyPatch, asked: str, name: str, attention: str, backend: str) -> None:
+    text = TEXTS[asked]
     case, spec = CASES[name], spec_of(text)
     attend_by(monkeypatch, attention)
     check_prompt(served_by(spec, backend, case.dtype), spec, case)
@@ -438,7 +443,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("backend", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("backend", "attention"), few(ATTENTIONS, ("torch", "fused"), ("cpu", "one pass")))
 @pytest.mark.parametrize("window", [None, 500])
 def test_nothing_is_of_the_size_of_queries_times_slots(
     monkeypatch: pytest.MonkeyPatch, backend: str, window: int | None, attention: str

@@ -95,11 +95,13 @@ def test_slots_and_heads_compared_spill_nothing(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas"])
 @pytest.mark.parametrize(
-    ("group", "head_dim", "dtype"),
-    [(1, 128, "bf16"), (3, 64, "bf16"), (4, 80, "fp16"), (8, 96, "bf16"), (4, 128, "fp32"), (1, 64, "fp32")],
-)
+    ("policy", "group", "head_dim", "dtype"),
+    [
+        ("roco", 1, 128, "bf16"), ("streaming_llm", 3, 64, "bf16"), ("sparcas", 4, 80, "fp16"),
+        ("streaming_llm", 8, 96, "bf16"), ("roco", 4, 128, "fp32"), ("sparcas", 1, 64, "fp32"),
+    ],
+)  # fmt: skip
 def test_other_shapes_spill_next_to_nothing(
     capsys: pytest.CaptureFixture[str], policy: str, group: int, head_dim: int, dtype: str
 ) -> None:

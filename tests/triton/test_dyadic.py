@@ -56,6 +56,7 @@ def observe(state: SlotState, attn: Tensor) -> None:
         server.decode(state, AttentionCall(torch.zeros(1, 1, 1, DIM), key, value, None, 1.0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", few(POLICIES, "roco", "vatp_h2o"))
 @pytest.mark.parametrize("seed", few([0, 1], 0))
 def test_agrees_to_the_bit(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from kvdsl.runtime.gpu import backend
 from kvdsl.runtime.gpu.sizes import SETTLERS_PER_PROCESSOR
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
-from tests.quick import few
 from tests.texts import spec_of
 from tests.triton.test_poison import call, kept
 
@@ -42,8 +41,8 @@ def steps(state: SlotState, served: str) -> list[torch.Tensor]:
     return [server.decode(state, call(1, make, torch.float32)) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("processors", few([1, 3, 64], 3))
-@pytest.mark.parametrize("keeps", few(KEEPS, "staged"))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("keeps", "processors"), [(keeps, 1 + 2 * (number % 2)) for number, keeps in enumerate(KEEPS)])
 def test_any_number_of_programs(keeps: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_PROCESSORS_IN_THE_INTERPRETER", processors)
     ours, theirs = begun(KEEPS[keeps]), begun(KEEPS[keeps])

@@ -33,12 +33,9 @@ def test_every_policy_has_kernels(policy: str) -> None:
     assert load(policy)[1].triton_source.exists()
 
 
-@pytest.mark.parametrize("numbers", [
-    pytest.param(range(100, 101), id="one"), pytest.param(range(101, 104), id="more", marks=pytest.mark.nightly),
-])  # fmt: skip
 @pytest.mark.parametrize("policy", few(POLICIES, "roco", "equip_h2o", "sparcas"))
-def test_random_traces(policy: str, numbers: range) -> None:
-    cases = [random_case(policy, number) for number in numbers]
+def test_random_traces(policy: str) -> None:
+    cases = [random_case(policy, 100)]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
     failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
     assert not failures, f"KVDSL_TEST_SEED={draws_seed()}\n" + "\n".join(failures)
@@ -89,7 +86,7 @@ CORNERS = {
 @pytest.mark.usefixtures("watched_overflow")
 @pytest.mark.parametrize(
     "corner",
-    few(CORNERS, "tails and splits", "half precision", "padding", "NaN", "ties", "several tokens", "one slot, compact"),
+    few(CORNERS, "tails and splits", "padding", "NaN", "ties", "several tokens", "one slot, compact"),
 )
 def test_corners(corner: str) -> None:
     total = run([CORNERS[corner]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.differential.test_selecting import PAGED, SELECTS, WATCHED, Shape, Twins, selecting
+from tests.quick import thinned
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -38,7 +39,7 @@ def check(name: str, shape: Shape, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [(list(BODIES)[n % len(BODIES)], shape) for n, shape in enumerate(SHAPES)], ids=str
+    ("name", "shape"), thinned([(list(BODIES)[n % len(BODIES)], shape) for n, shape in enumerate(SHAPES)], 3), ids=str
 )
 def test_chooses_what_torch_chooses(name: str, shape: Shape) -> None:
     check(name, shape, 17)

@@ -13,6 +13,7 @@ from tests.quick import few
 SIZES = ((torch.float32, 7, 5), (torch.bfloat16, 80, 33))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), few(SIZES, SIZES[0]), ids=str)
 @pytest.mark.parametrize("name", [*ALONE, "vatp_h2o"])
 def test_columns_are_the_interpreters_to_the_bit(
