@@ -60,7 +60,7 @@ FAULTS = [
     ),
     _fault(
         "check",
-        "kvdsl/sema/reductions.py",
+        "kvdsl/sema/forms.py",
         "elif body.axes != {Axis.SLOT, Axis.DIM}:",
         "elif not body.axes <= {Axis.SLOT, Axis.DIM}:",
         "tests/sema",
