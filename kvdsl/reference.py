@@ -70,7 +70,8 @@ STATEMENTS = {
 ITEMS = {
     "edition": "the edition of the language that the file is written in; stands first",
     "import": "makes a shipped policy known, or, in quotes, the policies and lets of a file",
-    "policy": "a policy; one that `extends` another takes over its statements",
+    "policy": "a policy",
+    "extended": "a policy that takes over the statements of another",
     "with": "the other policy with clauses, each in the place of what it names there",
     "test": "a test, in a file of tests: `kvdsl test` runs it",
 }
@@ -103,6 +104,16 @@ def grammar_rules() -> Mapping[str, str]:
     text = re.sub(r"[ ]+//.*", "", read_resource("grammar", "kv.lark"))
     named = {name: body for body, name in re.findall(r"[:|] (.*) -> (\w+)$", text, re.MULTILINE)}
     return dict(re.findall(r"^\??(\w+): (.*)$", text, re.MULTILINE)) | named
+
+
+@lru_cache(maxsize=1)
+def old_words() -> frozenset[str]:
+    """The words that the grammar has for edition 1 alone."""
+    old, others = set[str](), set[str]()
+    for line in read_resource("grammar", "kv.lark").splitlines():
+        code, _, comment = line.partition("//")
+        (old if comment.startswith(" kv 1") else others).update(re.findall(r'"([a-z_]+)"', code))
+    return frozenset(old - others)
 
 
 def first_word(rule: str) -> str:

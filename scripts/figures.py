@@ -121,7 +121,7 @@ def _of_grammar(*, newest: bool = False) -> dict[str, int]:
     words = {t.name for t in grammar.terminals if str(t.pattern.value).isidentifier()}
     rules: dict[str, set[str]] = {}
     for rule in grammar.rules:
-        if rule.origin.name not in gone and not (newest and rule.alias == "over_next"):
+        if rule.origin.name not in gone:
             rules.setdefault(rule.origin.name, set()).update(symbol.name for symbol in rule.expansion)
     own = _reached("start", rules, without="test") & words
     every = _reached("start", rules, without="") & words

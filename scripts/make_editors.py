@@ -54,7 +54,8 @@ _HIGHLIGHTS = """\
 [{constants}] @constant.builtin
 
 (policy name: (identifier) @type)
-(policy extends: (identifier) @type)
+(extended name: (identifier) @type)
+(extended extends: (identifier) @type)
 (with name: (identifier) @type)
 (with with: (identifier) @type)
 (import (identifier) @type)

@@ -22,12 +22,11 @@ module.exports = grammar({
   rules: {
     start: ($) => seq(repeat($._end), optional(lines($, $._top))),
 
-    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.with, $.test),
+    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.with, $.extended, $.test),
     edition: ($) => seq("kv", $.number),
     import: ($) => seq("import", choice($.identifier, $.string)),
-    policy: ($) => seq(
-      "policy", field("name", $.identifier), optional(seq("extends", field("extends", $.identifier))), open($), optional($.body), "}",
-    ),
+    policy: ($) => seq("policy", field("name", $.identifier), open($), optional($.body), "}"),
+    extended: ($) => seq("policy", field("name", $.identifier), "extends", field("extends", $.identifier), open($), optional($.body), "}"),
     with: ($) => seq(
       "policy", field("name", $.identifier), "=", field("with", $.identifier), "with",
       choice($.clauses, seq(open($), optional($.body), "}")),

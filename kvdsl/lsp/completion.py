@@ -11,7 +11,7 @@ from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
 from kvdsl.lsp.document import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry
-from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
+from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, old_words, written
 from kvdsl.sema.editions import GONE
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
@@ -36,8 +36,9 @@ def completion(document: Document, position: lsp.Position) -> list[lsp.Completio
     here = ahead(document.source, offset)
     if here is None:
         return list(_paths(document, offset))
-    begins = here.place is Place.POLICY and not [word for word in here.statement if word != "override"]
-    gone = GONE if begins and document.module is not None and document.module.edition > 1 else {}
+    gone: frozenset[str] = frozenset()
+    if document.module is not None and document.module.edition > 1:
+        gone = old_words() | (GONE.keys() if here.place is Place.POLICY and not here.statement else set())
     items = [*_names(document, here, offset), *(item for item in _keywords(here) if item.label not in gone)]
     seen: dict[str, lsp.CompletionItem] = {}
     for item in items:

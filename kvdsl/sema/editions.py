@@ -40,11 +40,13 @@ FUNCTIONS = {
 """Functions of edition 1, likewise."""
 
 PARTS = {
-    "bare `keep`": "write out what the policy keeps, or begin anew without `extends`",
+    "`extends`": "write `policy {name} = {parent} with`: each line takes the place of what it names, also `keep` of its kind",
+    "`override`": "leave it out, and write `policy A = B with`, where a line takes the place of what it names",
+    "bare `keep`": "write out what the policy keeps; `keep first 0` takes the place of an inherited `keep first`",
     "units": "leave it out; a docstring or a comment can say it",
     "`at most`": "write `budget min({value}, {most})`",
 }
-"""Other things of edition 1, likewise; `{value}` and `{most}` stand for what was written."""
+"""Other things of edition 1, likewise; `{value}` and so on stand for what was written."""
 
 
 def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
@@ -57,15 +59,20 @@ def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
 
 def _gone(module: syn.Module) -> Iterator[tuple[Span, str, str]]:
     for policy in module.policies:
+        if policy.parent is not None and not policy.clauses:
+            what, help = _part("`extends`", name=policy.name.text, parent=policy.parent.text)
+            yield extends_of(policy), what, instead(help, f"= {policy.parent.text} with")
         for statement in policy.statements:
+            if statement.override:
+                what, help = _part("`override`")
+                yield override_of(statement), what, leave_out(help, override_of(statement))
             yield from _of_statement(statement)
     for item in (*module.policies, *module.lets):
         yield from _of_expressions(item)
 
 
 def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
-    words = statement.span.text.split()
-    word = words[1] if words[0] == "override" else words[0]
+    word = statement.span.text.split()[0]
     if word in GONE:
         yield statement.span, f"`{word}`", _without(statement.span, word)
     elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
@@ -76,6 +83,19 @@ def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
     elif isinstance(statement, syn.Budget) and statement.most is not None:
         value, most = statement.value.span.quoted(), statement.most.span.quoted()
         yield statement.most.span, *_part("`at most`", value=value, most=most)
+
+
+def extends_of(policy: syn.Policy) -> Span:
+    """Where `extends PARENT` stands."""
+    assert policy.parent is not None
+    text, end = policy.span.file.text, policy.parent.span.end
+    return policy.span.file.span(text.index("extends", policy.name.span.end), end)
+
+
+def override_of(statement: syn.Statement) -> Span:
+    """Where `override` stands before a statement, with the space behind it."""
+    span = statement.span
+    return span.file.span(span.file.text.rindex("override", 0, span.start), span.start)
 
 
 def _part(what: str, **written: str) -> tuple[str, str]:

@@ -17,8 +17,9 @@ from kvdsl.diagnostics import Sink
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import normal
-from kvdsl.sema.editions import check_edition
+from kvdsl.sema.editions import check_edition, extends_of, override_of
 from kvdsl.sema.modules import EDITION, Loader, Module
+from kvdsl.sema.resolve import resolve
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.formatter import format_source
@@ -37,6 +38,10 @@ def upgraded(source: SourceFile, sink: Sink) -> str | None:
     if sink.failed() or module.edition == EDITION:
         return None if sink.failed() else source.text
     text = source.text
+    for policy in module.syntax.policies:
+        _check_keeps(policy, module, sink)
+    if sink.failed():
+        return None
     for span, new in sorted(_edits(module), key=lambda edit: edit[0].start, reverse=True):
         text = text[: span.start] + new + text[span.end :]
     made = replace(source, text=text)
@@ -63,6 +68,7 @@ def _edits(module: Module) -> Iterator[Edit]:
         yield from _in_expressions(item, pages)
     for policy in module.syntax.policies:
         yield from _of_policy(policy, module)
+        yield from _of_parent(policy)
 
 
 def _word(span: Span, word: str) -> Span:
@@ -85,7 +91,7 @@ def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
     for statement in policy.statements:
         if isinstance(statement, (syn.Tensor, syn.Given)):
             old = "tensor" if isinstance(statement, syn.Tensor) else "given"
-            if re.match(rf"(override\s+)?{old}\b", statement.span.text):
+            if re.match(rf"{old}\b", statement.span.text):
                 yield _word(statement.span, old), "input"
         elif isinstance(statement, syn.Pages):
             yield _line(statement), ""
@@ -96,6 +102,34 @@ def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
             yield statement.unit.span, ""
     yield from _of_words(words)
     yield from _of_keeps(policy, module)
+
+
+def _of_parent(policy: syn.Policy) -> Iterator[Edit]:
+    """`= B with` for `extends B`."""
+    if policy.parent is not None and not policy.clauses:
+        yield extends_of(policy), f"= {policy.parent.text} with"
+    for statement in policy.statements:
+        if statement.override:
+            yield override_of(statement), ""
+
+
+def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
+    """Reports `keep` lines that add to inherited ones or drop them, where clauses would take the place of those of their kind."""
+    if policy.parent is None or policy.clauses:
+        return
+    (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
+    inherited = {one.scope: one for one in (keep.statement for keep in resolve(base, where, Sink()).keeps)}
+    own = [one for one in policy.statements if isinstance(one, syn.Keep)]
+    dropped = any(one.override for one in own)
+    for keep in own:
+        if keep.scope in inherited and not dropped:
+            line = inherited[keep.scope].span.quoted()
+            message = f"`{keep.span.quoted()}` adds to the inherited `{line}`, whose place it would take behind `with`"
+            sink.report(codes.GONE, keep.span, message, f"write `{line}` beside it, in a policy of edition {EDITION}")
+    for scope in inherited.keys() - {one.scope for one in own} if dropped else ():
+        (first, *_) = (one for one in own if one.override)
+        message = f"`override keep` drops the inherited `{inherited[scope].span.quoted()}`, which `with` would leave"
+        sink.report(codes.GONE, first.span, message, f"say what stays instead: `keep {scope} ...` takes its place")
 
 
 def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:

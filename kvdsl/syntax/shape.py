@@ -64,7 +64,7 @@ class _Shaper:
         return syn.Import(self._span(tree), self._word(name) if shipped else self._string(name), shipped)
 
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
-        name, parent, body = tree.children
+        name, *parents, body = tree.children
         span = self._span(tree)
         inner = _tree(body).children
         doc, *statements = (None, *inner) if _tree(body).data == "clauses" else inner
@@ -72,7 +72,7 @@ class _Shaper:
         return syn.Policy(
             span,
             self._word(name),
-            None if parent is None else self._word(parent),
+            self._word(parents[0]) if parents else None,
             self._string(doc.children[0]) if isinstance(doc, Tree) else None,
             tuple(self._statement(child) for child in statements if isinstance(child, Tree)),
             frozenset().union(*broken),

@@ -25,11 +25,11 @@ def rewritten(module: syn.Module) -> Policy:
 
     def body(p: Draft) -> None:
         for statement in found.statements:
-            _statement(p.override if statement.override else p, statement)
+            _statement(p, statement)
 
     body.__doc__ = None if found.doc is None else found.doc.text
     imports = [one.name.text for one in module.imports]
-    parent = {} if found.parent is None else {"changes" if found.clauses else "extends": found.parent.text}
+    parent = {} if found.parent is None else {"changes": found.parent.text}
     return policy(name=found.name.text, imports=imports, **parent)(body)
 
 

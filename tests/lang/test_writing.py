@@ -115,26 +115,23 @@ def test_kvdsl_load_takes_what_was_written(tmp_path: Path) -> None:
     assert kvdsl.load(f"{Path(__file__).with_name('calm.py')}:calm") is kvdsl.load(calm)
 
 
-def test_a_policy_may_change_another_or_extend_it() -> None:
+def test_a_policy_may_change_another() -> None:
     @kvdsl.policy(imports="h2o", changes="H2O")
     def once(p: Draft) -> None:
         """As H2O, after prompts."""
         p.when("prefill")
 
     same('kv 2\nimport h2o\npolicy Once = H2O with { "As H2O, after prompts."; when prefill }', once)
-    with pytest.raises(MisusedError, match="changes another one or extends one"):
-        kvdsl.policy(changes="H2O", extends="H2O")(lambda p: None)
 
-    @kvdsl.policy(imports="h2o", extends="H2O")
+    @kvdsl.policy(imports="h2o", changes="H2O")
     def mine(p: Draft) -> None:
         """As H2O."""
-        p.override.score(mean(attn))
+        p.score(mean(attn))
         p.keep(first=name("recent") / 2)
-        p.override.param("budget", 64)
+        p.param("budget", 64)
 
     same(
-        'kv 2\nimport h2o\npolicy Mine extends H2O { "As H2O."; override score mean(attn); keep first recent / 2; '
-        "override param budget = 64 }",
+        'kv 2\nimport h2o\npolicy Mine = H2O with { "As H2O."; score mean(attn); keep first recent / 2; param budget = 64 }',
         mine,
     )
 
@@ -182,7 +179,7 @@ def test_every_statement_is_there_and_every_clause() -> None:
         for form in ways:
             for values, named in _filled(form):
                 getattr(p, word)(*values, **named)
-    p.override.param("a", 3, in_=(1, ...))
+    p.param("a", 3, in_=(1, ...))
     p.let("b", lambda x: x)
     p.input("c", "layers", "heads", from_="c.safetensors")
     p.input("d", 0)
@@ -203,7 +200,6 @@ def test_every_statement_is_there_and_every_clause() -> None:
         "across_heads",
         "across_layers",
         "at_most",
-        "override",
     } <= made
 
 

@@ -12,7 +12,8 @@
 ["inf" "nan" "nothing"] @constant.builtin
 
 (policy name: (identifier) @type)
-(policy extends: (identifier) @type)
+(extended name: (identifier) @type)
+(extended extends: (identifier) @type)
 (with name: (identifier) @type)
 (with with: (identifier) @type)
 (import (identifier) @type)

@@ -1,0 +1,88 @@
+"""What edition 2 has no more, and how `kvdsl fmt --upgrade` rewrites it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdsl.compiler import analyse
+from kvdsl.diagnostics import Sink
+from kvdsl.sema.upgrade import upgraded
+from kvdsl.source import SourceFile
+from tests.diagnostics.expect import only
+
+BASE = """kv 2
+
+policy Base {
+  "A base."
+  param budget = 64
+  score mean(attn)
+  keep first 2
+  keep last 4
+}
+"""
+
+
+@pytest.fixture
+def upgrade(tmp_path: Path):  # noqa: ANN201
+    (tmp_path / "base.kv").write_text(BASE)
+
+    def upgrade(text: str) -> tuple[str | None, list[str]]:
+        sink = Sink()
+        made = upgraded(SourceFile("mine.kv", text, tmp_path / "mine.kv"), sink)
+        return made, [one.message for one in sink.sorted()]
+
+    return upgrade
+
+
+def child(body: str) -> str:
+    return f'kv 1\nimport "base.kv"\n\npolicy Mine extends Base {{\n  "Mine."\n  {body}\n}}\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("override score age", "score age"),
+        ("keep where age < 3", "keep where age < 3"),
+        ("override param budget = 32", "param budget = 32"),
+        ("override keep first 3\n  keep last 8", "keep first 3\n  keep last 8"),
+    ],
+)
+def test_extends_becomes_with(upgrade, before: str, after: str) -> None:  # noqa: ANN001
+    made, said = upgrade(child(before))
+    assert not said
+    assert made == child(after).replace("kv 1", "kv 2").replace("extends Base", "= Base with")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("keep first 8", "`keep first 8` adds to the inherited `keep first 2`, whose place it would take behind `with`"),
+        ("override keep first 8", "`override keep` drops the inherited `keep last 4`, which `with` would leave"),
+    ],
+)
+def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str) -> None:  # noqa: ANN001
+    assert upgrade(child(body)) == (None, [message])
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "help"),
+    [
+        (
+            'policy Mine extends H2O { "Mine."; score age }',
+            "extends H2O",
+            "write `policy Mine = H2O with`: each line takes the place of what it names, also `keep` of its kind",
+        ),
+        (
+            'policy Mine = H2O with { "Mine."; override score age }',
+            "override ",
+            "leave it out, and write `policy A = B with`, where a line takes the place of what it names",
+        ),
+    ],
+)
+def test_the_newest_edition_has_one_way_to_change_a_policy(text: str, at: str, help: str) -> None:
+    found = only(f"kv 2\nimport h2o\n\n{text}\n", "KV0117")
+    assert (found.span.text, found.help) == (at, help)
+    (fix,) = found.fixes
+    assert not analyse(SourceFile("mine.kv", fix.applied())).diagnostics
