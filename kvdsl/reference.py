@@ -44,12 +44,8 @@ STATEMENTS = {
     "max_drop": ("how many tokens leave at a time, floored but at least 1; 0: as many as are too many", "0"),
     "cap": ("`hard`: behind a prompt never more than budget + slack, not even while attending", ""),
     "select": (
-        "attend to these tokens only, and keep all; each counts in the softmax `weight` times; `reused above`: these layers choose for "
-        "those above",
-        "all",
-    ),
-    "select_where": (
-        "attend to all tokens for which the condition holds, and to the first and last that `keep` names",
+        "attend to these tokens only, or to all for which a condition holds and the first and last that `keep` names, and keep all; each "
+        "counts in the softmax `weight` times; `reused above`: these layers choose for those above",
         "all",
     ),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),

@@ -39,7 +39,7 @@ module.exports = grammar({
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
       $.param, $.let, $.input, $.input_file, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
-      $.max_drop, $.cap, $.select, $.select_where, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
+      $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
     // names
@@ -81,11 +81,8 @@ module.exports = grammar({
 
     // what to attend to
     select: ($) => seq(
-      "select", "top", $._expression, "by", $._expression, optional(seq("weight", $._expression)),
-      optional(seq("in", "layers", choice($.range, $.reused))),
-    ),
-    select_where: ($) => seq(
-      "select", "where", $._expression, optional(seq("weight", $._expression)),
+      "select", choice(seq("top", $._expression, "by", $._expression), seq("where", $._expression)),
+      optional(seq("weight", $._expression)),
       optional(seq("in", "layers", choice($.range, $.reused))),
     ),
     reused: ($) => seq(parts($._expression, ","), "reused", "above"),

@@ -129,7 +129,7 @@ def _named(parts: Parts, outer: tuple[str, ...] = (), behind: tuple[str, ...] = 
 
 def _named_group(group: Group, outer: tuple[str, ...]) -> Group:
     several = len(group.choices) > 1
-    choices = tuple(tuple(_named(one, outer, _words(one) if several else ())) for one in group.choices)
+    choices = tuple(tuple(_named(one, outer, _words(one) if several and isinstance(one[0], Slot) else ())) for one in group.choices)
     needs_none = all(isinstance(part, str) or (isinstance(part, Group) and part.optional) for part in choices[0])
     return Group(choices, group.optional, "_".join((*outer, *_words(choices[0]))) if needs_none else "")
 

@@ -159,9 +159,9 @@ class _Shaper:
             value, most, heads, layers = children
             across = self._across(heads), self._across_layers(layers)
             return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
-        if keyword in ("select", "select_where"):
-            by, weight, layers = children[-3:]
-            counted = self._expr(children[0]) if keyword == "select" else None
+        if keyword == "select":
+            *count, by, weight, layers = children
+            counted = self._expr(count[0]) if count else None
             reused = isinstance(layers, Tree) and layers.data == "reused"
             range_ = None if reused else self._optional_range(layers)
             choosing = tuple(self._expr(layer) for layer in _tree(layers).children) if reused else ()

@@ -25,7 +25,7 @@ policy Base {
 
 
 @pytest.fixture
-def upgrade(tmp_path: Path):  # noqa: ANN201
+def upgrade(tmp_path: Path):
     (tmp_path / "base.kv").write_text(BASE)
 
     def upgrade(text: str) -> tuple[str | None, list[str]]:
@@ -49,7 +49,7 @@ def child(body: str) -> str:
         ("override keep first 3\n  keep last 8", "keep first 3\n  keep last 8"),
     ],
 )
-def test_extends_becomes_with(upgrade, before: str, after: str) -> None:  # noqa: ANN001
+def test_extends_becomes_with(upgrade, before: str, after: str) -> None:
     made, said = upgrade(child(before))
     assert not said
     assert made == child(after).replace("kv 1", "kv 2").replace("extends Base", "= Base with")
@@ -62,7 +62,7 @@ def test_extends_becomes_with(upgrade, before: str, after: str) -> None:  # noqa
         ("override keep first 8", "`override keep` drops the inherited `keep last 4`, which `with` would leave"),
     ],
 )
-def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str) -> None:  # noqa: ANN001
+def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str) -> None:
     assert upgrade(child(body)) == (None, [message])
 
 
