@@ -231,7 +231,7 @@ def _refuse_statements(policy: Policy) -> None:
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
         "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
         "`select` by what all KV heads find (`over heads`): a kernel sees one": policy.heads_vote,
-        "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
+        "`select ... from layers`: a kernel hands its choice to no other layer": policy.reuses,
         "`victims shared by layers`": policy.victims == "layers",
         "`group each`: a kernel chooses once for the query heads of a KV head": policy.group == "each",
     }

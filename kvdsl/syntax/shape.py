@@ -162,9 +162,9 @@ class _Shaper:
         if keyword == "select":
             *count, by, weight, layers = children
             counted = self._expr(count[0]) if count else None
-            reused = isinstance(layers, Tree) and layers.data == "reused"
-            range_ = None if reused else self._optional_range(layers)
-            choosing = tuple(self._expr(layer) for layer in _tree(layers).children) if reused else ()
+            within = isinstance(layers, Tree) and layers.data == "within"
+            range_ = self._range(_tree(_tree(layers).children[0])) if within else None
+            choosing = tuple(map(self._expr, layers.children)) if isinstance(layers, Tree) and not within else ()
             weighed = None if weight is None else self._expr(weight)
             return syn.Select(span, counted, self._expr(by), weighed, range_, choosing, override)
         if keyword == "sketch":
@@ -253,13 +253,10 @@ class _Shaper:
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
-        axis, after, name = tree.children
-        return syn.Over(
-            span,
-            self._word(axis),
-            after=None if after is None else self._expr(after),
-            name=None if name is None else self._word(name),
-        )
+        axis, other = tree.children
+        if tree.data == "over_after":
+            return syn.Over(span, self._word(axis), after=self._expr(other))
+        return syn.Over(span, self._word(axis), name=None if other is None else self._word(other))
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 

@@ -166,7 +166,6 @@ def test_every_range_is_there() -> None:
     }
     told = {one.removeprefix("over ").replace("the last N", "last 32") for one in ops.RANGES.values()}
     assert {repr(call) for call in calls.values()} == {f"mean(attn over {one})" for one in told}
-    assert repr(mean(q, over="text", after=4)) == "mean(q over text after 4)"
     assert repr(mean(attn, where=age > 8, by=position % 4)) == "mean(attn where age > 8 by position % 4)"
     others = lang.max(lambda j: dot(k, j.k), over="slots", where=lambda j: (j.position != position) & (j(age % 3) == 0))
     assert repr(others) == "max(dot(k, j.k) over slots as j where j.position != position and j.(age % 3) == 0)"
@@ -195,11 +194,10 @@ def test_every_statement_is_there_and_every_clause() -> None:
         "input_file",
         "keep_first",
         "keep_last",
-        "reused",
+        "choosing",
         "range",
         "across_heads",
         "across_layers",
-        "at_most",
     } <= made
 
 
@@ -288,7 +286,7 @@ def test_an_expression_is_never_silently_true(written: str) -> None:
         ("p.when(3)", "no word"),
         ("p.when('a b')", "no word"),
         ("p.select(top=4, by=attn, in_layers=2)", "no range"),
-        ("p.select(top=4, by=attn, in_layers_reused_above=3)", "no list"),
+        ("p.select(top=4, by=attn, from_layers=3)", "no list"),
         ("p.let('a b', 3)", "no name"),
         ("p.let('f', lambda *x: 3)", r"no `\*x`"),
     ],

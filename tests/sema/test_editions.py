@@ -55,6 +55,42 @@ def test_extends_becomes_with(upgrade, before: str, after: str) -> None:
     assert made == child(after).replace("kv 1", "kv 2").replace("extends Base", "= Base with")
 
 
+def alone(line: str) -> str:
+    return f'kv 1\n\npolicy Mine {{\n  "Mine."\n  when prefill\n  param budget = 64\n  {line}\n  keep  last 4\n}}\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("score sum(dot(q, k) over text after 4)", "score sum(dot(q, k) over text where query_position >= 4)"),
+        ("score mean(attn)", "score mean(attn)"),
+    ],
+)
+def test_words_of_policies(upgrade, before: str, after: str) -> None:
+    assert upgrade(alone(before)) == (alone(after).replace("kv 1", "kv 2"), [])
+
+
+def test_layers_that_choose(upgrade) -> None:
+    text = 'kv {}\n\npolicy Mine {{\n  "Mine."\n  select top 4 by dot(q, k) {}\n  keep   last 4\n}}\n'
+    assert upgrade(text.format(1, "in layers 2, 13 reused above")) == (text.format(2, "from layers (2, 13)"), [])
+
+
+def test_words_of_tests(upgrade) -> None:
+    tests = (
+        'import quest\nimport kvzip\n\ntest "a" {{\n  use Quest{}\n  prompt {{ token key 1 query 2 }}\n  expect kept 0\n}}\n\n'
+        'test "b" {{\n  use KVzip\n  attend 1 {}importance 3\n  expect {}given_importance 3\n}}\n'
+    )
+    old = "kv 1\n" + tests.format(" at layer 2 of 3", "given ", "state ")
+    new = "kv 2\n" + tests.format("\n  set layer = 2\n  set layers = 3", "", "")
+    assert upgrade(old) == (new, [])
+    said = analyse(SourceFile("mine_test.kv", old.replace("kv 1", "kv 2"))).diagnostics
+    assert [(one.code, one.message) for one in said] == [
+        ("KV0117", "edition 2 has no `at layer`"),
+        ("KV0117", "edition 2 has no `given` in tests"),
+        ("KV0117", "edition 2 has no `expect state`"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
