@@ -587,9 +587,9 @@ ACROSS = _code(
 REUSED = _code(
     "KV0441",
     "layers that cannot take over a choice",
-    "`select ... in layers 2, 13 reused above` has the layers above attend to what these choose, token by token of the text. So they "
+    "`select ... from layers (2, 13)` has the layers above attend to what these choose, token by token of the text. So they "
     "have to hold the same tokens, which layers that evict do not. A weight is of the layer that chose, and is handed to no other.",
-    _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) in layers 2 reused above"),
+    _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) from layers (2)"),
 )
 EACH = _code(
     "KV0442",

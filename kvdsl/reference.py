@@ -44,12 +44,8 @@ STATEMENTS = {
     "max_drop": ("how many tokens leave at a time, floored but at least 1; 0: as many as are too many", "0"),
     "cap": ("`hard`: behind a prompt never more than budget + slack, not even while attending", ""),
     "select": (
-        "attend to these tokens only, and keep all; each counts in the softmax `weight` times; `reused above`: these layers choose for "
-        "those above",
-        "all",
-    ),
-    "select_where": (
-        "attend to all tokens for which the condition holds, and to the first and last that `keep` names",
+        "attend to these tokens only, or to all for which a condition holds and the first and last that `keep` names, and keep all; each "
+        "counts in the softmax `weight` times; `from layers`: these choose for those above",
         "all",
     ),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
@@ -58,7 +54,7 @@ STATEMENTS = {
         "",
     ),
     "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
-    "when": ("the phase in which it evicts; `blocks of N`: a prompt settles after every block of it", ""),
+    "when": ("the phase in which it evicts; `every N`: a prompt settles after every N tokens of it", ""),
     "group": ("how a group's query heads are reduced; `each`: they are not, and each selects for itself", ""),
     "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
     "storage": ("edition 1: how slots lie in memory unless the cache's option `storage` says otherwise", ""),
@@ -70,31 +66,46 @@ STATEMENTS = {
 ITEMS = {
     "edition": "the edition of the language that the file is written in; stands first",
     "import": "makes a shipped policy known, or, in quotes, the policies and lets of a file",
-    "policy": "a policy; one that `extends` another takes over its statements",
+    "policy": "a policy",
+    "extended": "a policy that takes over the statements of another",
     "with": "the other policy with clauses, each in the place of what it names there",
     "test": "a test, in a file of tests: `kvdsl test` runs it",
 }
 """Rule of the grammar -> what the item of a file is."""
 
 STEPS = {
-    "use": "the policy that the test is about; layer 0 of 1 if nothing is said",
-    "set": "a value for one of the policy's params",
+    "use": "the policy that the test is about",
+    "set": "a value for one of the policy's params; `layer` and `layers` say where it is, in layer 0 of 1 if nothing is said",
     "prompt": "tokens that come in together",
     "attend": "a token, by the attention that it pays to those that are there and, last, to itself",
     "token": "a token, by its vectors: attention follows from them",
     "times": "the same token, again and again",
-    "expect_evicted": "the positions of the tokens that left with the last token, or with the prompt",
-    "expect_kept": "the positions of the tokens that are there",
-    "expect_protected": "the positions of the tokens that could not leave, before any left",
-    "expect_score": "the scores before tokens left, in the order of the text",
-    "expect_attn": "the attention of the last token, in the order of the text",
-    "expect_state": "a state column before tokens left; `kvdsl explain` names it",
-    "expect_selected": "the positions that the last token chose to attend to, or for the layers above",
-    "expect_sketch": "the dims of the sketch",
-    "expect_live": "how many tokens are there",
+    "expect": "what the last token, or the prompt, led to, by a name: `kept`, `score`, or a state column of `kvdsl explain`",
     "expect_error": "the policy is refused with a message that has this text in it",
 }
 """Rule of the grammar -> what the step of a test means."""
+
+PLACES = {
+    "evicted": "the positions of the tokens that left with the last token, or with the prompt",
+    "kept": "the positions of the tokens that are there",
+    "protected": "the positions of the tokens that could not leave, before any left",
+    "selected": "the positions that the last token chose to attend to, or for the layers above",
+    "sketch": "the dims of the sketch",
+}
+"""What a test can expect as positions."""
+
+VALUES = {
+    "score": "the scores before tokens left, in the order of the text",
+    "attn": "the attention of the last token, in the order of the text",
+    "live": "how many tokens are there",
+}
+"""What a test can expect as numbers, beside the policy's state."""
+
+VECTORS = ("query", "key", "value")
+"""What a token of a test brings by itself."""
+
+NO_NUMBERS = ("nan", "inf")
+"""Names of numbers in tests; `nothing` stands for no position."""
 
 
 @lru_cache(maxsize=1)
@@ -105,6 +116,16 @@ def grammar_rules() -> Mapping[str, str]:
     return dict(re.findall(r"^\??(\w+): (.*)$", text, re.MULTILINE)) | named
 
 
+@lru_cache(maxsize=1)
+def old_words() -> frozenset[str]:
+    """The words that the grammar has for edition 1 alone."""
+    old, others = set[str](), set[str]()
+    for line in read_resource("grammar", "kv.lark").splitlines():
+        code, _, comment = line.partition("//")
+        (old if comment.startswith(" kv 1") else others).update(re.findall(r'"([a-z_]+)"', code))
+    return frozenset(old - others)
+
+
 def first_word(rule: str) -> str:
     """The word that a rule begins with; its name where it begins with something else."""
     found = re.match(r'"(\w+)"', grammar_rules()[rule])
@@ -113,7 +134,7 @@ def first_word(rule: str) -> str:
 
 def form(rule: str) -> str:
     """How a rule is written, with the words of its options, `cap soft or hard`, and its optional parts, `[in range]`."""
-    whole = re.sub(r" \[(\w+)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    whole = re.sub(r" \[(\w+(?: \| \w+)*)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
     text = re.sub(r'"(\S+?)"', r"\1", whole)
     return text.replace("NAME", " or ".join(WORDS[rule]), 1) if rule in WORDS else text
 
@@ -122,12 +143,18 @@ _GONE = ("NAME", "at_most")
 """Optional parts that edition 2 has no more: a param's unit, and the bound of a budget."""
 
 
+@lru_cache(maxsize=1)
+def old_rules() -> frozenset[str]:
+    """The rules of the grammar that are edition 1's."""
+    return frozenset(re.findall(r"^(\w+): .*// kv 1", read_resource("grammar", "kv.lark"), re.MULTILINE))
+
+
 def _part(optional: re.Match[str]) -> str:
     """What an optional rule that begins with a word is made of; other names stay."""
     if optional[1] in _GONE:
         return ""
-    body = grammar_rules().get(optional[1], "")
-    return f" [{body}]" if re.match(r'"\w', body) else optional[0]
+    bodies = [grammar_rules().get(one, "") for one in optional[1].split(" | ") if one not in old_rules()]
+    return f" [{' | '.join(bodies)}]" if all(re.match(r'"\w', body) for body in bodies) else optional[0]
 
 
 _PARAMETERS = (("x",), ("a", "b"), ("c", "a", "b"))

@@ -5,8 +5,8 @@ How each figure is counted:
 
 - keywords: words that the grammar names. *Of tests* are those that stand in rules of tests alone. A word that both have, as `budget`,
   is the language's.
-- statement forms: what may stand in a policy, by the grammar's rule `plain`: `keep first`, `keep last`, `keep top`, `keep where` and a
-  bare `keep` are five.
+- statement forms: what may stand in a policy, by the grammar's rule `plain`: `keep first` and `keep last` are one, `keep top`,
+  `keep where` and a bare `keep` one each.
 - ranges: what a reduction may range over, each with rules of its own for what it takes and what it gives (`kvdsl.ir.ops.RANGES`).
 - functions: those that are not written in the language, in its prelude: reductions, elementwise functions, and all else that is called.
 - of the newest edition: the same without what the grammar marks as `kv 1` and the checker refuses there (`kvdsl.sema.editions`).
@@ -121,7 +121,7 @@ def _of_grammar(*, newest: bool = False) -> dict[str, int]:
     words = {t.name for t in grammar.terminals if str(t.pattern.value).isidentifier()}
     rules: dict[str, set[str]] = {}
     for rule in grammar.rules:
-        if rule.origin.name not in gone and not (newest and rule.alias == "over_next"):
+        if rule.origin.name not in gone:
             rules.setdefault(rule.origin.name, set()).update(symbol.name for symbol in rule.expansion)
     own = _reached("start", rules, without="test") & words
     every = _reached("start", rules, without="") & words

@@ -51,14 +51,19 @@ _HIGHLIGHTS = """\
 [{operators}] @operator
 ["(" ")" "[" "]" "{{" "}}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
-[{constants}] @constant.builtin
+(signed (identifier) @constant.builtin)
+(vector . (identifier) @keyword)
+(expect . (identifier) @keyword)
+(expect_error . (identifier) @keyword)
 
 (policy name: (identifier) @type)
-(policy extends: (identifier) @type)
+(extended name: (identifier) @type)
+(extended extends: (identifier) @type)
 (with name: (identifier) @type)
 (with with: (identifier) @type)
 (import (identifier) @type)
 (use (identifier) @type)
+(use_at (identifier) @type)
 (param name: (identifier) @variable.parameter)
 (tensor name: (identifier) @variable.parameter)
 (input name: (identifier) @variable.parameter)
@@ -94,9 +99,8 @@ def highlights() -> str:
         return " ".join(f'"{word}"' for word in sorted(found))
 
     return _HIGHLIGHTS.format(
-        keywords=strings(keywords() - {*SPELT, *CONSTANTS}),
+        keywords=strings(keywords() - {*SPELT}),
         spelt=strings(SPELT),
-        constants=strings(CONSTANTS),
         operators=strings({*OPERATORS, "=", ".."} - {*SPELT, "/"}),
         functions=_any_of(NAMED_FUNCTIONS),
         inputs=_any_of(NAMED_INPUTS),

@@ -22,12 +22,11 @@ module.exports = grammar({
   rules: {
     start: ($) => seq(repeat($._end), optional(lines($, $._top))),
 
-    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.with, $.test),
+    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.with, $.extended, $.test),
     edition: ($) => seq("kv", $.number),
     import: ($) => seq("import", choice($.identifier, $.string)),
-    policy: ($) => seq(
-      "policy", field("name", $.identifier), optional(seq("extends", field("extends", $.identifier))), open($), optional($.body), "}",
-    ),
+    policy: ($) => seq("policy", field("name", $.identifier), open($), optional($.body), "}"),
+    extended: ($) => seq("policy", field("name", $.identifier), "extends", field("extends", $.identifier), open($), optional($.body), "}"),
     with: ($) => seq(
       "policy", field("name", $.identifier), "=", field("with", $.identifier), "with",
       choice($.clauses, seq(open($), optional($.body), "}")),
@@ -40,7 +39,7 @@ module.exports = grammar({
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
       $.param, $.let, $.input, $.input_file, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
-      $.max_drop, $.cap, $.select, $.select_where, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
+      $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
     // names
@@ -82,20 +81,19 @@ module.exports = grammar({
 
     // what to attend to
     select: ($) => seq(
-      "select", "top", $._expression, "by", $._expression, optional(seq("weight", $._expression)),
-      optional(seq("in", "layers", choice($.range, $.reused))),
+      "select", choice(seq("top", $._expression, "by", $._expression), seq("where", $._expression)),
+      optional(seq("weight", $._expression)),
+      optional(choice($.within, $.choosing, $.reused)),
     ),
-    select_where: ($) => seq(
-      "select", "where", $._expression, optional(seq("weight", $._expression)),
-      optional(seq("in", "layers", choice($.range, $.reused))),
-    ),
-    reused: ($) => seq(parts($._expression, ","), "reused", "above"),
+    within: ($) => seq("in", "layers", $.range),
+    choosing: ($) => seq("from", "layers", "(", parts($._expression, ","), ")"),
+    reused: ($) => seq("in", "layers", parts($._expression, ","), "reused", "above"),
     sketch: ($) => seq("sketch", "top", $._expression, "dims", "by", $._expression, "every", $._expression, "queries"),
     pages: ($) => seq("pages", $._expression, optional(seq("after", $._expression))),
 
     // where, and how it is stored
     layers: ($) => seq("layers", $.range),
-    when: ($) => seq("when", $.identifier, optional(seq("blocks", "of", $._expression))),
+    when: ($) => seq("when", $.identifier, optional(seq("every", $._expression))),
     group: ($) => seq("group", $.identifier),
     positions: ($) => seq("positions", $.identifier),
     storage: ($) => seq("storage", $.identifier, optional($._expression)),
@@ -114,9 +112,10 @@ module.exports = grammar({
     member: ($) => seq(field("slot", $.identifier), ".", choice(field("value", $.identifier), seq("(", $._expression, ")"))),
     argument: ($) => seq(
       optional(seq(field("name", $.identifier), "=")), $._expression,
-      optional(choice($.over, $.over_last, $.over_next)), optional($.only), optional($.by),
+      optional(choice($.over, $.over_last, $.over_next, $.over_after)), optional($.only), optional($.by),
     ),
-    over: ($) => seq("over", $.identifier, optional(seq("after", $._expression)), optional(seq("as", field("slot", $.identifier)))),
+    over: ($) => seq("over", $.identifier, optional(seq("as", field("slot", $.identifier)))),
+    over_after: ($) => seq("over", $.identifier, "after", $._expression),
     only: ($) => seq("where", $._expression),
     by: ($) => seq("by", $._expression),
     over_last: ($) => seq("over", "last", $._expression, "queries"),
@@ -124,42 +123,28 @@ module.exports = grammar({
 
     // tests
     test: ($) => seq("test", $.string, open($), optional(lines($, $._step)), "}"),
-    _step: ($) => choice(
-      $.use, $.set, $.prompt, $._token, $.expect_evicted, $.expect_kept, $.expect_protected, $.expect_score, $.expect_attn,
-      $.expect_state, $.expect_selected, $.expect_sketch, $.expect_live, $.expect_error,
-    ),
-    use: ($) => seq("use", $.identifier, optional(seq("at", "layer", $.number, "of", $.number))),
+    _step: ($) => choice($.use, $.use_at, $.set, $.prompt, $._token, $.expect, $.expect_error, $.expect_state),
+    use: ($) => seq("use", $.identifier),
+    use_at: ($) => seq("use", $.identifier, "at", "layer", $.number, "of", $.number),
     set: ($) => seq("set", $.identifier, "=", $.signed),
     prompt: ($) => seq("prompt", open($), optional(lines($, $._token)), "}"),
     _token: ($) => choice($.attend, $.token, $.times),
     times: ($) => seq($.number, "times", choice($.attend, $.token)),
-    attend: ($) => seq("attend", $.rows, repeat($._vector)),
-    token: ($) => seq("token", repeat1($._vector)),
-    _vector: ($) => choice($.query, $.key, $.value, $.supplied),
-    query: ($) => seq("query", parts($.heads, "/")),
-    key: ($) => seq("key", $.rows),
-    value: ($) => seq("value", $.rows),
+    attend: ($) => seq("attend", $.rows, repeat(choice($.vector, $.supplied))),
+    token: ($) => seq("token", repeat1(choice($.vector, $.supplied))),
+    vector: ($) => seq($.identifier, parts($.heads, "/")),
     supplied: ($) => seq("given", $.identifier, $.rows),
     heads: ($) => parts($.row, "and"),
 
-    expect_evicted: ($) => seq("expect", "evicted", $.places),
-    expect_kept: ($) => seq("expect", "kept", $.places),
-    expect_protected: ($) => seq("expect", "protected", $.places),
-    expect_score: ($) => seq("expect", "score", $.rows),
-    expect_attn: ($) => seq("expect", "attn", $.rows),
+    expect: ($) => seq("expect", $.identifier, $.rows),
+    expect_error: ($) => seq("expect", $.identifier, $.string),
     expect_state: ($) => seq("expect", "state", $.identifier, $.rows),
-    expect_selected: ($) => seq("expect", "selected", $.places),
-    expect_sketch: ($) => seq("expect", "sketch", $.places),
-    expect_live: ($) => seq("expect", "live", $.rows),
-    expect_error: ($) => seq("expect", "error", $.string),
 
     rows: ($) => parts($.row, "/"),
-    row: ($) => parts(choice($.signed, $.rest), ","),
+    row: ($) => parts(choice($.signed, $.span, $.rest), ","),
     rest: ($) => seq("rest", $.signed),
-    places: ($) => parts($.place, "/"),
-    place: ($) => choice(parts($.span, ","), "nothing"),
-    span: ($) => seq($.number, optional(seq("..", $.number))),
-    signed: ($) => seq(optional("-"), choice($.number, "nan", "inf")),
+    span: ($) => seq($.number, "..", $.number),
+    signed: ($) => seq(optional("-"), choice($.number, $.identifier)),
 
     // terminals
     identifier: ($) => /[A-Za-z_][A-Za-z0-9_]*/,

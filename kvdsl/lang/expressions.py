@@ -134,7 +134,6 @@ class Expression:
         *arguments: Operand | OfSlot,
         over: str | None = None,
         last: Operand | None = None,
-        after: Operand | None = None,
         where: Operand | OfSlot | None = None,
         by: Operand | OfSlot | None = None,
         **named: Operand,
@@ -142,18 +141,16 @@ class Expression:
         """A call of a name: `mean(x, over="slots", where=age > 8)`, `sum(x, last=32)`, `pyramid(budget, beta=10)`.
 
         Args:
-            over: what a reduction ranges over. `last=32` are the last 32 queries. `after`: of a text, what is left out at its beginning.
+            over: what a reduction ranges over. `last=32` are the last 32 queries.
             where: which of these count. `by`: the key of those that belong together.
             arguments, where, by: a function of the other slot compares each slot with it: `max(lambda j: dot(k, j.k), over="slots")`.
         """
         if NAME.fullmatch(self.text.text) is None:
             raise MisusedError(f"`{_short(self)}` is no function", "leave out the parentheses behind it")
-        if over is None and after is not None:
-            named, after = {"after": after, **named}, None  # a function's own: `page(128, after=4)`
         slot = _slot(*arguments, where, by)
         texts = [written(_of(one, slot)) for one in arguments]
         texts += [joined(f"{key} = ", written(one)) for key, one in named.items()]
-        rest = joined(_over(over, last, after, slot), _clause("where", _of(where, slot)), _clause("by", _of(by, slot)))
+        rest = joined(_over(over, last, slot), _clause("where", _of(where, slot)), _clause("by", _of(by, slot)))
         reduced = -1 if self.text.text == "dot" else 0
         if texts:
             texts[reduced] = joined(texts[reduced], rest)
@@ -224,11 +221,11 @@ def _clause(word: str, value: Operand | None) -> Text:
     return Text("") if value is None else joined(f" {word} ", written(value))
 
 
-def _over(over: str | None, last: Operand | None, after: Operand | None, slot: OtherSlot | None) -> Text:
+def _over(over: str | None, last: Operand | None, slot: OtherSlot | None) -> Text:
     """What a call reduces over, with the space before it."""
     if last is not None:
-        if over not in (None, "queries") or after is not None or slot is not None:
-            raise MisusedError("`last=32` means the last 32 queries", "leave out the other `over=` and `after=`")
+        if over not in (None, "queries") or slot is not None:
+            raise MisusedError("`last=32` means the last 32 queries", "leave out the other `over=`")
         return joined(" over last ", written(last), " queries")
     if over is None:
         if slot is not None:
@@ -236,7 +233,7 @@ def _over(over: str | None, last: Operand | None, after: Operand | None, slot: O
         return Text("")
     if not isinstance(over, str) or _WORDS.fullmatch(over) is None:
         raise MisusedError(f"`over=` is a word, not `{over!r:.40}`", 'write `over="slots"`, say')
-    return joined(f" over {over}", _clause("after", after), "" if slot is None else f" as {slot._slot}")
+    return joined(f" over {over}", "" if slot is None else f" as {slot._slot}")
 
 
 def _binary(op: str, left: Operand, right: Operand) -> Expression:

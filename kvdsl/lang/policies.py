@@ -26,16 +26,10 @@ Body = FunctionType
 
 
 class Draft:
-    """A policy that is being written: every statement of the language is a method. `p.override.score(x)` is `override score x`."""
+    """A policy that is being written: every statement of the language is a method."""
 
-    def __init__(self, statements: list[Text] | None = None, override: bool = False) -> None:
-        self._statements: list[Text] = [] if statements is None else statements
-        self._override = override
-
-    @property
-    def override(self) -> Draft:
-        """The same policy; what is written by this changes a statement of the policy that it extends."""
-        return Draft(self._statements, True)
+    def __init__(self) -> None:
+        self._statements: list[Text] = []
 
     def param(self, name: str, default: Operand, *, in_: tuple[Any, Any] | None = None) -> Expression:
         """`param NAME = default in low..high`: `p.param("sigma", 24, in_=(0, ...))`."""
@@ -100,7 +94,7 @@ class Draft:
         self._put(joined(*parts))
 
     def _put(self, statement: Text) -> None:
-        self._statements.append(joined("override " if self._override else "", statement).made(here()))
+        self._statements.append(statement.made(here()))
 
 
 def _explained(word: str) -> str:
@@ -171,7 +165,7 @@ class Policy:
 def policy(body: Body) -> Policy: ...
 @overload
 def policy(
-    *, name: str | None = None, changes: str | None = None, extends: str | None = None, imports: str | Iterable[str] = ()
+    *, name: str | None = None, changes: str | None = None, imports: str | Iterable[str] = ()
 ) -> Callable[[Body], Policy]: ...
 
 
@@ -180,7 +174,6 @@ def policy(
     *,
     name: str | None = None,
     changes: str | None = None,
-    extends: str | None = None,
     imports: str | Iterable[str] = (),
 ) -> Any:
     """Makes a policy of a function that writes it, at once: `@kvdsl.policy`.
@@ -191,23 +184,19 @@ def policy(
     Args:
         name: the policy's [default: the function's, `Calm` for `calm`].
         changes: the policy that this one is but for what it writes, by its name in the language: `policy Once = H2O with { ... }`.
-        extends: the policy that this one extends; what changes a statement of that is written by `p.override`.
         imports: shipped policies and .kv files to import, `"h2o"`.
 
     Raises:
         MisusedError: if the function writes what is none of the language. What is wrong with the policy is found by `check` and `load`.
     """
     if body is None:
-        return lambda body: policy(body, name=name, changes=changes, extends=extends, imports=imports)  # type: ignore[call-overload]
+        return lambda body: policy(body, name=name, changes=changes, imports=imports)  # type: ignore[call-overload]
     own = body.__name__
     called = "".join(part[:1].upper() + part[1:] for part in own.split("_")) if name is None else name
     stem = own if name is None else called.lower()
     place = definition(body)
     heads = [_import(one) for one in ((imports,) if isinstance(imports, str) else imports)]
-    if changes is not None and extends is not None:
-        raise MisusedError("a policy changes another one or extends one", "leave out `extends=`")
-    before = "" if extends is None else f" extends {_checked(extends)}"
-    before = before if changes is None else f" = {_checked(changes)} with"
+    before = "" if changes is None else f" = {_checked(changes)} with"
     head = Text(f"policy {_checked(called)}{before} {{").made(place)
     statements = [_docstring(body.__doc__).made(place)] if body.__doc__ else []
     statements += _statements(body)
@@ -241,8 +230,10 @@ def _statements(body: Body) -> list[Text]:
                 f"`{one.name}` of `{body.__name__}` has no default, which a param needs", f"write `{one.name}=512`, say"
             )
         statements.append(joined("param ", _parameter(one)).made(definition(body, one.name)))
-    body(Draft(statements), **{one.name: _name(one.name) for one in parameters})
-    return statements
+    draft = Draft()
+    draft._statements += statements
+    body(draft, **{one.name: _name(one.name) for one in parameters})
+    return draft._statements
 
 
 def _import(name: str) -> str:

@@ -2,11 +2,10 @@
 
     keep top expr by expr                        p.keep(top=budget / 2, by=std(attn))
     budget expr [across heads [floor expr]]      p.budget(budget, across_heads_floor=0.2)
-    select ... [in layers (range | reused)]      p.select(top=64, by=dot(q, k), in_layers=(2, ...))
+    select ... [within | choosing | reused]      p.select(top=64, by=dot(q, k), in_layers=(2, ...))
 
 What follows the statement's own word at once has no name: `p.score(mean(attn))`, `p.when("prefill")`. Words that stand behind a value
-and name none, as in `top expr dims` and `every expr queries`, go without saying, but where the grammar offers a choice:
-`in_layers_reused_above=[2, 13]`.
+and name none, as in `top expr dims` and `every expr queries`, go without saying.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from kvdsl.diagnostics import listed
 from kvdsl.lang.expressions import NAME, MisusedError, written
 from kvdsl.lang.places import Text, joined
-from kvdsl.reference import STATEMENTS, first_word, grammar_rules
+from kvdsl.reference import STATEMENTS, first_word, grammar_rules, old_rules
 from kvdsl.sema.editions import GONE
 
 NAMED = ("param", "let", "input")
@@ -103,12 +102,13 @@ def _sequence(tokens: list[str]) -> Parts:
             choices = [_sequence(tokens)]
             while tokens.pop(0) == "|":
                 choices.append(_sequence(tokens))
-            found.append(Group(tuple(choices), token == "["))
+            choices = [one for one in choices if one]
+            found += [Group(tuple(choices), token == "[")] if choices else []
         elif token.startswith('"'):
             found.append(token.strip('"'))
         elif token in _KINDS:
             found.append(Slot(token))
-        else:
+        elif token not in old_rules():
             found += _read(token)
     return tuple(found)
 
@@ -129,7 +129,9 @@ def _named(parts: Parts, outer: tuple[str, ...] = (), behind: tuple[str, ...] = 
 
 def _named_group(group: Group, outer: tuple[str, ...]) -> Group:
     several = len(group.choices) > 1
-    choices = tuple(tuple(_named(one, outer, _words(one) if several else ())) for one in group.choices)
+    choices = tuple(
+        tuple(_named(one, outer, _words(one) if several and isinstance(one[0], Slot) else ())) for one in group.choices
+    )
     needs_none = all(isinstance(part, str) or (isinstance(part, Group) and part.optional) for part in choices[0])
     return Group(choices, group.optional, "_".join((*outer, *_words(choices[0]))) if needs_none else "")
 

@@ -258,7 +258,7 @@ def _refuse_statements(policy: Policy) -> None:
         "`weight` on what is attended to": policy.weighs,
         "`select` by `pages` of what eviction leaves": selects_pages and policy.budget is not None,
         "`select` by `pages` that do not begin with the text": selects_pages and policy.pages_after is not None,
-        "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
+        "`select ... from layers`: a kernel hands its choice to no other layer": policy.reuses,
         "`victims shared by layers`": policy.victims == "layers",
         "`group each`: a kernel chooses once for the query heads of a KV head": policy.group == "each",
     }

@@ -11,7 +11,19 @@ from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
 from kvdsl.lsp.document import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry
-from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
+from kvdsl.reference import (
+    ITEMS,
+    NO_NUMBERS,
+    PLACES,
+    STATEMENTS,
+    STEPS,
+    VALUES,
+    VECTORS,
+    first_word,
+    meaning,
+    old_words,
+    written,
+)
 from kvdsl.sema.editions import GONE
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
@@ -36,8 +48,9 @@ def completion(document: Document, position: lsp.Position) -> list[lsp.Completio
     here = ahead(document.source, offset)
     if here is None:
         return list(_paths(document, offset))
-    begins = here.place is Place.POLICY and not [word for word in here.statement if word != "override"]
-    gone = GONE if begins and document.module is not None and document.module.edition > 1 else {}
+    gone: frozenset[str] = frozenset()
+    if document.module is not None and document.module.edition > 1:
+        gone = old_words() | (GONE.keys() if here.place is Place.POLICY and not here.statement else set())
     items = [*_names(document, here, offset), *(item for item in _keywords(here) if item.label not in gone)]
     seen: dict[str, lsp.CompletionItem] = {}
     for item in items:
@@ -94,15 +107,30 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
     elif first in ("tensor", "input") and "[" in words and "]" not in words:
         yield from (_item(axis, _Kind.EnumMember) for axis in AXES if axis not in words)
     elif first == "set" and last == "set":
+        yield from (_item(one, _Kind.Property) for one in ("layer", "layers"))
         yield from (
             _item(one.name.text, _Kind.Property, one.value.span.quoted()) for one in _of_test(syn.Param, document, offset)
         )
     elif last == "given" and here.place in (Place.TEST, Place.PROMPT):
         yield from (_item(one.name.text, _Kind.Property) for one in _of_test(syn.Given, document, offset))
+    elif here.place in (Place.TEST, Place.PROMPT) and here.name:
+        yield from _of_step(first, last, document, offset)
     elif first in WORDS and here.name and not here.expression:
         yield from (_item(word, _Kind.EnumMember) for word in WORDS[first])
     elif here.expression and here.place in (Place.POLICY, Place.FILE) and words:
         yield from _readable(document, words)
+
+
+def _of_step(first: str, last: str, document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
+    """What a step of a test names: what is expected, what a token brings, numbers that are none."""
+    if last == "expect":
+        yield from (_item(name, _Kind.Property, doc) for name, doc in (*PLACES.items(), *VALUES.items()))
+        yield _item("error", _Kind.Property, STEPS["expect_error"])
+    elif first == "expect" or last in (",", "/", "-", "rest", "and", "attend", *VECTORS):
+        yield from (_item(name, _Kind.Constant) for name in (*NO_NUMBERS, "nothing"))
+    elif first not in ("use", "set"):
+        yield from (_item(name, _Kind.Property) for name in VECTORS)
+        yield from (_item(one.name.text, _Kind.Property) for one in _of_test(syn.Given, document, offset))
 
 
 def _item(label: str, kind: lsp.CompletionItemKind, detail: str | None = None) -> lsp.CompletionItem:

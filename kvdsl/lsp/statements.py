@@ -53,6 +53,6 @@ def _steps(step: syn.Step) -> Iterator[tuple[Span, str]]:
         attended = any(one.kind == "attend" for one in step.brought)
         yield step.span, "times" if step.times > 1 else "attend" if attended else "token"
     elif isinstance(step, syn.Expect):
-        yield step.span, f"expect_{step.what}"
+        yield step.span, "expect_error" if step.what == "error" else "expect"
     else:
         yield step.span, type(step).__name__.lower()

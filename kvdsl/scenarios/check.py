@@ -9,8 +9,10 @@ from kvdsl import codes
 from kvdsl.budget import as_written
 from kvdsl.diagnostics import Diagnostic, Label, Sink, did_you_mean, listed
 from kvdsl.ir.nodes import Input, Policy
+from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import expressions, walk
 from kvdsl.passes.columns import add_columns
+from kvdsl.reference import PLACES, VALUES, VECTORS
 from kvdsl.scenarios.scenario import Scenario
 from kvdsl.sema.check import Checker
 from kvdsl.sema.modules import Module, import_of
@@ -84,7 +86,7 @@ class _Check:
         layer, layers = self._layer(use)
         if policy is not None and policy.across_layers is not None and layers > 1:
             message = f"the layers of `{policy.name}` share a budget, but a test has one layer"
-            self._report(codes.TEST_STEP, use.span, message, "leave out `at layer`: alone, a layer shares with nobody")
+            self._report(codes.TEST_STEP, use.span, message, "leave out `set layers`: alone, a layer shares with nobody")
         if policy is not None:
             _Meaning(policy, self.test, self._report).check()
         found = Scenario(self.test, policy, layer, layers, heads, group or 1, key_dim, value_dim)
@@ -162,12 +164,12 @@ class _Check:
         for token in self._tokens():
             kinds: set[str] = set()
             for one in token.brought:
-                kind = one.kind if one.name is None else f"{one.kind} {one.name.text}"
+                kind = one.kind if one.name is None else one.name.text
                 if kind in kinds:
                     self._report(codes.TEST_SIZE, one.span, f"`{kind}` is given twice")
                 kinds.add(kind)
         expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
-        counts = [*((one.span, len(one.heads)) for one in self._brought("attend", "given", *_VECTORS)), *expects]
+        counts = [*((one.span, len(one.heads)) for one in self._brought("attend", "given", *VECTORS)), *expects]
         several = [(span, count) for span, count in counts if count > 1]
         for span, count in several[1:]:
             if count != several[0][1]:
@@ -200,16 +202,15 @@ class _Check:
     # -- the policy --------------------------------------------------------------------------------------------------
 
     def _layer(self, use: syn.Use) -> tuple[int, int]:
-        if use.layer is None or use.layers is None:
-            return 0, 1
-        layer, layers = use.layer.value, use.layers.value
-        if not layer.is_integer() or not layers.is_integer() or not 0 <= layer < layers:
-            span = use.layer.span.to(use.layers.span)
-            self._report(
-                codes.TEST_STEP, span, f"there is no layer {span.quoted()}", "layers count from 0: `at layer 2 of 8`"
-            )
-            return 0, 1
-        return int(layer), int(layers)
+        said = {one.name.text: one.value for one in self.test.steps if isinstance(one, syn.Set)}
+        layer, layers = use.layer or said.get("layer"), use.layers or said.get("layers")
+        number, count = (default if one is None else one.value for one, default in ((layer, 0.0), (layers, 1.0)))
+        if number.is_integer() and count.is_integer() and 0 <= number < count:
+            return int(number), int(count)
+        span = next(one.span for one in (layer, layers) if one is not None)
+        message = f"there is no layer {print_number(number)} of {print_number(count)}"
+        self._report(codes.TEST_STEP, span, message, "layers count from 0: `set layer = 2` and `set layers = 8`")
+        return 0, 1
 
     def _policy(self, use: syn.Use) -> Policy | None:
         """The policy with what the test sets; None if it is refused, as expected, or after a report."""
@@ -237,7 +238,7 @@ class _Check:
         names = [name for name, placed in params if isinstance(placed.statement, syn.Param)]
         settings = {}
         for step in self.test.steps:
-            if not isinstance(step, syn.Set):
+            if not isinstance(step, syn.Set) or step.name.text in ("layer", "layers"):
                 continue
             if step.name.text not in names:
                 help = did_you_mean(step.name.text, names)
@@ -264,9 +265,6 @@ class _Check:
         labels = () if here else (Label(error.span, "what refuses"),)
         span = error.span if here else use.span
         return Diagnostic(codes.TEST_SETTING.id, "error", error.message, span, error.help, labels)
-
-
-_VECTORS = ("query", "key", "value")
 
 
 def _name(step: syn.Step) -> str:
@@ -345,8 +343,10 @@ class _Meaning:
         asked = [given.name for given in self.policy.given]
         for one, name in brought:
             if name.text not in asked:
-                help = did_you_mean(name.text, asked) or (f"it asks for {listed(asked, 'and')}" if asked else None)
-                self.report(codes.TEST_STEP, name.span, f"`{self.policy.name}` has no `given {name.text}`", help)
+                help = did_you_mean(name.text, [*asked, *VECTORS]) or (
+                    f"it asks for {listed(asked, 'and')}" if asked else None
+                )
+                self.report(codes.TEST_STEP, name.span, f"`{self.policy.name}` has no input `{name.text}`", help)
             for (row,) in one.heads:
                 if row.rest is not None or len(row.values) != 1:
                     help = "where there are several KV heads, `/` stands between theirs"
@@ -354,7 +354,7 @@ class _Meaning:
         for given in self.policy.given:
             if given.default is None and given.name not in [name.text for _, name in brought]:
                 message = f"`{self.policy.name}` needs `{given.name}` of every token, which has no default"
-                self.report(codes.TEST_STEP, token.span, message, f"write `given {given.name} 0.5` behind the token, say")
+                self.report(codes.TEST_STEP, token.span, message, f"write `{given.name} 0.5` behind the token, say")
 
     def _expect(self, step: syn.Expect, decoded: bool) -> None:
         columns = [column.name for column in self.policy.columns if column.rule != "ring"]
@@ -367,5 +367,6 @@ class _Meaning:
         elif step.what == "selected" and not decoded:
             self.report(codes.TEST_STEP, step.span, "a prompt's queries attend to everything")
         elif step.what == "state" and step.word is not None and step.word.text not in columns:
-            help = did_you_mean(step.word.text, columns) or (f"it has {listed(columns, 'and')}" if columns else None)
+            known = [*PLACES, *VALUES, *columns]
+            help = did_you_mean(step.word.text, known) or f"what can be expected is {listed([*known, 'error'], 'or')}"
             self.report(codes.TEST_STEP, step.word.span, f"`{self.policy.name}` has no state `{step.word.text}`", help)

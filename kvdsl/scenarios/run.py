@@ -268,7 +268,7 @@ class _Run:
             else:
                 same, expected, found = self._compare_numbers(row, self._numbers(step, head))
             if not same:
-                what = step.what if step.word is None else f"{step.what} {step.word.text}"
+                what = step.what if step.word is None else step.word.text
                 message = f"{what}{self._at_head(head)}: expected {expected}, found {found}"
                 self.failures.append(Failure(step.span, message, table(self.policy, self.last[head])))
 
@@ -333,9 +333,7 @@ def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
         return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
     if numbers.takes_over:
         chooser = numbers.chooser
-        return (
-            f"layer {numbers.layer} attends to what layer {chooser} chooses, and a test runs one layer: `at layer {chooser}`"
-        )
+        return f"layer {numbers.layer} attends to what layer {chooser} chooses, and a test runs one layer: `set layer = {chooser}`"
     return None
 
 

@@ -27,8 +27,9 @@ def as_test(found: Witness, names: tuple[str, str]) -> str:
 def _steps(found: Witness, other: str) -> Iterator[str]:
     which = passing(found)
     policy, mine, theirs = found.policies[which], found.found[which], found.found[1 - which]
-    where = "" if found.layers == 1 else f" at layer {found.layer} of {found.layers}"
-    yield f"use {policy.name}{where}"
+    yield f"use {policy.name}"
+    if found.layers > 1:
+        yield from (f"set layer = {found.layer}", f"set layers = {found.layers}")
     own = {param.name for param in policy.params}
     yield from (f"set {name} = {value}" for name, value in found.settings.items() if name in own)
     yield "prompt {"
@@ -46,7 +47,7 @@ def _token(found: Witness, token: int) -> str:
         rows = (" and ".join(map(_row, head)) if name == "query" else _row(head) for head in vectors)
         words.append(f"{name} {_heads(rows)}")
     for given in found.policies[passing(found)].given:
-        words.append(f"given {given.name} {_heads(_row([value]) for value in found.text.given[given.name][:, token])}")
+        words.append(f"{given.name} {_heads(_row([value]) for value in found.text.given[given.name][:, token])}")
     return " ".join(words)
 
 

@@ -45,7 +45,7 @@ _OF_ALL_HEADS = (
 """Numbers of the IR that the KV heads of a layer have in common."""
 
 _SAID_BY = {"victims": "score", "prefill": "when"}
-"""Statements that say what one of edition 1 said: `score mean(x over heads)`, `when prefill blocks of 512`."""
+"""Statements that say what one of edition 1 said: `score mean(x over heads)`, `when prefill every 512`."""
 
 _OF_A_QUERY = ("select.by", "select.measured", "select.weight")
 """What a query that selects finds, before it attends."""
@@ -349,7 +349,7 @@ class Combinations:
         by, weight = self.parts.exprs.get("select.by"), self.parts.exprs.get("select.weight")
         if weight is not None and "select.choosing.0" in self.parts.exprs:
             message = "a weight is of the layer that chose, and layers that take a choice over have none"
-            self.sink.report(codes.REUSED, weight.span, message, "leave out `weight`, or `reused above`")
+            self.sink.report(codes.REUSED, weight.span, message, "leave out `weight`, or `from layers`")
         statement = self.flat.settings["select"][-1].statement if self._has("select") else None
         if by is None or not isinstance(statement, syn.Select) or statement.count is not None:
             return
@@ -368,7 +368,7 @@ class Combinations:
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
         self.sink.report(
-            codes.REUSED, name, message, self._without("leave out the budget, or `reused above`", "select"), labels
+            codes.REUSED, name, message, self._without("leave out the budget, or `from layers`", "select"), labels
         )
 
     def _each(self) -> None:

@@ -21,7 +21,7 @@ GONE = {
     "storage": 'leave it out, and give `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
     "rope": 'leave it out, and give `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
     "cap": "leave it out, and write `budget budget - 1`: then the cache holds `budget` tokens while a query attends, too",
-    "prefill": "leave it out, and say it behind `when`: `when prefill blocks of 512`, or `when both blocks of 512`",
+    "prefill": "leave it out, and say it behind `when`: `when prefill every 512`, or `when both every 512`",
 }
 """Statements of edition 1 by their first word, and what edition 2 has in their place."""
 
@@ -40,11 +40,18 @@ FUNCTIONS = {
 """Functions of edition 1, likewise."""
 
 PARTS = {
-    "bare `keep`": "write out what the policy keeps, or begin anew without `extends`",
+    "`extends`": "write `policy {name} = {parent} with`: each line takes the place of what it names, also `keep` of its kind",
+    "`override`": "leave it out, and write `policy A = B with`, where a line takes the place of what it names",
+    "bare `keep`": "write out what the policy keeps; `keep first 0` takes the place of an inherited `keep first`",
+    "`reused above`": "write `from layers ({chosen})`",
+    "`after`": "write `where query_position >= {after}`",
+    "`at layer`": "write `set layer = {layer}` and `set layers = {layers}`",
+    "`given` in tests": "leave it out: the name says it",
+    "`expect state`": "leave `state` out: the column's name says it",
     "units": "leave it out; a docstring or a comment can say it",
     "`at most`": "write `budget min({value}, {most})`",
 }
-"""Other things of edition 1, likewise; `{value}` and `{most}` stand for what was written."""
+"""Other things of edition 1, likewise; `{value}` and so on stand for what was written."""
 
 
 def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
@@ -57,25 +64,93 @@ def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
 
 def _gone(module: syn.Module) -> Iterator[tuple[Span, str, str]]:
     for policy in module.policies:
+        if policy.parent is not None and not policy.clauses:
+            what, help = _part("`extends`", name=policy.name.text, parent=policy.parent.text)
+            yield extends_of(policy), what, instead(help, f"= {policy.parent.text} with")
         for statement in policy.statements:
+            if statement.override:
+                what, help = _part("`override`")
+                yield override_of(statement), what, leave_out(help, override_of(statement))
             yield from _of_statement(statement)
     for item in (*module.policies, *module.lets):
         yield from _of_expressions(item)
+    for test in module.tests:
+        for step in test.steps:
+            yield from _of_step(step)
 
 
 def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
-    words = statement.span.text.split()
-    word = words[1] if words[0] == "override" else words[0]
+    word = statement.span.text.split()[0]
     if word in GONE:
         yield statement.span, f"`{word}`", _without(statement.span, word)
     elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
         yield statement.span, *_part("bare `keep`")
+    elif isinstance(statement, syn.Select) and (place := reused_of(statement)) is not None:
+        layers = ", ".join(layer.span.quoted() for layer in statement.choosing)
+        what, help = _part("`reused above`", chosen=layers)
+        yield place, what, instead(help, from_layers(statement))
     elif isinstance(statement, syn.Param) and statement.unit is not None:
         what, help = _part("units")
         yield statement.unit.span, what, leave_out(help, statement.unit.span)
     elif isinstance(statement, syn.Budget) and statement.most is not None:
         value, most = statement.value.span.quoted(), statement.most.span.quoted()
         yield statement.most.span, *_part("`at most`", value=value, most=most)
+
+
+def _of_step(step: syn.Step) -> Iterator[tuple[Span, str, str]]:
+    if isinstance(step, syn.Use) and step.layer is not None and step.layers is not None:
+        what, help = _part("`at layer`", layer=step.layer.span.text, layers=step.layers.span.text)
+        yield step.span, what, instead(help, by_set(step))
+    for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
+        for one in token.brought if isinstance(token, syn.Incoming) else ():
+            if one.name is not None and one.span.start < one.name.span.start:
+                what, help = _part("`given` in tests")
+                yield one.span, what, instead(help, without_first_word(one.span))
+    if isinstance(step, syn.Expect) and step.word is not None and re.match(r"expect\s+state\s+\w+\s+[^,/]", step.span.text):
+        what, help = _part("`expect state`")
+        yield step.span, what, instead(help, re.sub(r"state\s+", "", step.span.text, count=1))
+
+
+def reused_of(select: syn.Select) -> Span | None:
+    """Where `in layers A, B reused above` stands; None where it is not written so."""
+    if not select.choosing or not select.span.text.endswith("above"):
+        return None
+    text = select.span.file.text
+    return select.span.file.span(text.rindex("in", 0, select.choosing[0].span.start - len("layers")), select.span.end)
+
+
+def from_layers(select: syn.Select) -> str:
+    """`from layers (A, B)`."""
+    return f"from layers ({', '.join(layer.span.text for layer in select.choosing)})"
+
+
+def from_place(over: syn.Over, after: syn.Expr) -> str:
+    """`over text after N` as a filter."""
+    return f"over {over.axis.text} where query_position >= {after.span.text}"
+
+
+def by_set(use: syn.Use) -> str:
+    """`use POLICY` with the layer as a setting."""
+    assert use.layer is not None and use.layers is not None
+    return f"use {use.policy.text}; set layer = {use.layer.span.text}; set layers = {use.layers.span.text}"
+
+
+def without_first_word(span: Span) -> str:
+    """A place's text behind its first word."""
+    return span.text.split(maxsplit=1)[1]
+
+
+def extends_of(policy: syn.Policy) -> Span:
+    """Where `extends PARENT` stands."""
+    assert policy.parent is not None
+    text, end = policy.span.file.text, policy.parent.span.end
+    return policy.span.file.span(text.index("extends", policy.name.span.end), end)
+
+
+def override_of(statement: syn.Statement) -> Span:
+    """Where `override` stands before a statement, with the space behind it."""
+    span = statement.span
+    return span.file.span(span.file.text.rindex("override", 0, span.start), span.start)
 
 
 def _part(what: str, **written: str) -> tuple[str, str]:
@@ -95,6 +170,9 @@ def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
         help = RANGES[node.axis.text]
         by_page = instead(help, "over slots by page(16)") if node.axis.text == "page" else help
         yield node.span, f"`over {node.axis.text}`", by_page
+    if isinstance(node, syn.Argument) and node.over is not None and node.over.after is not None:
+        what, help = _part("`after`", after=node.over.after.span.quoted())
+        yield node.over.span, what, help if node.only else instead(help, from_place(node.over, node.over.after))
     if isinstance(node, syn.Call) and node.function.text in FUNCTIONS:
         yield node.function.span, f"`{node.function.text}`", FUNCTIONS[node.function.text]
     for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():

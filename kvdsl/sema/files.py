@@ -148,7 +148,7 @@ def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn
     policies = module.syntax.policies
     for policy in policies[1:]:
         labels = [Label(policies[0].name.span, "the first one")]
-        help = "put each into a file of its own; `import` and `extends` connect them"
+        help = "put each into a file of its own; `import` and `with` connect them"
         sink.report(codes.ONE_POLICY, policy.name.span, "a file holds one policy", help, labels)
     if policies:
         return policies[0]

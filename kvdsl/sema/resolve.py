@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
 from kvdsl.helps import Help, leave_out, offer, prefix
+from kvdsl.sema.editions import override_of
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name
 from kvdsl.source import Span
@@ -107,11 +108,8 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
 
 def _without_override(statement: syn.Named | syn.Single | syn.Keep, text: str = "leave out `override`") -> Help:
     """A help for a statement behind an `override` that has nothing to override; alone, `keep` is no statement."""
-    span = statement.span
-    before = span.file.text[: span.start].rstrip()
-    start = len(before) - len("override")
     bare = isinstance(statement, syn.Keep) and statement.scope == "nothing"
-    return leave_out(text, span.file.span(start, span.end if bare else len(before)))
+    return leave_out(text, override_of(statement).to(statement.span) if bare else override_of(statement))
 
 
 class _Level:
@@ -122,6 +120,7 @@ class _Level:
         self.own: dict[str, Span] = {}
         self.inherited: dict[str, Span] = {}
         self.dropped = False
+        self.clauses = policy.clauses or module.edition > 1  # which reports `extends` and `override` itself
 
     def add(self) -> None:
         """Adds them all."""
@@ -151,7 +150,7 @@ class _Level:
             self.inherited[name] = before.statement.span
         if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
             return
-        if self.policy.clauses and before is not None:
+        if self.clauses and before is not None:
             statement = _of_new_default(statement, before.statement)
         if before is not None and type(before.statement) is not type(statement):
             del self.flat.names[name]
@@ -171,7 +170,7 @@ class _Level:
             self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.level)]
 
     def _keep(self, statement: syn.Keep) -> None:
-        if self.policy.clauses:
+        if self.clauses:
             self._may_change(statement, "`keep`", None)
             self._replace_keeps(statement)
         elif statement.override and not self.dropped:
@@ -199,8 +198,8 @@ class _Level:
 
     def _may_change(self, statement: syn.Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
         """Whether `override` stands where it has to, and only there; reports if not."""
-        if self.policy.clauses:
-            if statement.override:
+        if self.clauses:
+            if statement.override and self.policy.clauses and self.module.edition == 1:
                 message = "`override` is not needed behind `with`"
                 self.sink.report(
                     codes.NOTHING_TO_OVERRIDE, statement.span, message, _without_override(statement, habits.OVERRIDE)

@@ -17,8 +17,18 @@ from kvdsl.diagnostics import Sink
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import normal
-from kvdsl.sema.editions import check_edition
+from kvdsl.sema.editions import (
+    by_set,
+    check_edition,
+    extends_of,
+    from_layers,
+    from_place,
+    override_of,
+    reused_of,
+    without_first_word,
+)
 from kvdsl.sema.modules import EDITION, Loader, Module
+from kvdsl.sema.resolve import resolve
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.formatter import format_source
@@ -37,6 +47,10 @@ def upgraded(source: SourceFile, sink: Sink) -> str | None:
     if sink.failed() or module.edition == EDITION:
         return None if sink.failed() else source.text
     text = source.text
+    for policy in module.syntax.policies:
+        _check_keeps(policy, module, sink)
+    if sink.failed():
+        return None
     for span, new in sorted(_edits(module), key=lambda edit: edit[0].start, reverse=True):
         text = text[: span.start] + new + text[span.end :]
     made = replace(source, text=text)
@@ -61,8 +75,25 @@ def _edits(module: Module) -> Iterator[Edit]:
     for item in (*module.syntax.policies, *module.syntax.lets):
         pages = next((one for one in getattr(item, "statements", ()) if isinstance(one, syn.Pages)), None)
         yield from _in_expressions(item, pages)
+    for test in module.syntax.tests:
+        for step in test.steps:
+            yield from _of_step(step)
     for policy in module.syntax.policies:
         yield from _of_policy(policy, module)
+        yield from _of_parent(policy)
+
+
+def _of_step(step: syn.Step) -> Iterator[Edit]:
+    """A layer that is set, and names without `given` and `state`."""
+    if isinstance(step, syn.Use) and step.layer is not None:
+        yield step.span, by_set(step).replace("; ", "\n")
+    for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
+        for one in token.brought if isinstance(token, syn.Incoming) else ():
+            if one.name is not None and one.span.start < one.name.span.start:
+                yield one.span, without_first_word(one.span)
+    if isinstance(step, syn.Expect) and step.word is not None and step.what == "state":
+        begin = step.span.file.text.index("expect", step.span.start) + len("expect")
+        yield step.span.file.span(begin, step.word.span.start), " "
 
 
 def _word(span: Span, word: str) -> Span:
@@ -85,24 +116,54 @@ def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
     for statement in policy.statements:
         if isinstance(statement, (syn.Tensor, syn.Given)):
             old = "tensor" if isinstance(statement, syn.Tensor) else "given"
-            if re.match(rf"(override\s+)?{old}\b", statement.span.text):
+            if re.match(rf"{old}\b", statement.span.text):
                 yield _word(statement.span, old), "input"
         elif isinstance(statement, syn.Pages):
             yield _line(statement), ""
         elif isinstance(statement, syn.Budget) and statement.most is not None:
             value, most = statement.value.span, statement.most.span
             yield value.to(most), f"min({value.text}, {most.text})"
+        elif isinstance(statement, syn.Select) and (place := reused_of(statement)) is not None:
+            yield place, from_layers(statement)
         elif isinstance(statement, syn.Param) and statement.unit is not None:
             yield statement.unit.span, ""
     yield from _of_words(words)
     yield from _of_keeps(policy, module)
 
 
+def _of_parent(policy: syn.Policy) -> Iterator[Edit]:
+    """`= B with` for `extends B`."""
+    if policy.parent is not None and not policy.clauses:
+        yield extends_of(policy), f"= {policy.parent.text} with"
+    for statement in policy.statements:
+        if statement.override:
+            yield override_of(statement), ""
+
+
+def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
+    """Reports `keep` lines that add to inherited ones or drop them, where clauses would take the place of those of their kind."""
+    if policy.parent is None or policy.clauses:
+        return
+    (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
+    inherited = {one.scope: one for one in (keep.statement for keep in resolve(base, where, Sink()).keeps)}
+    own = [one for one in policy.statements if isinstance(one, syn.Keep)]
+    dropped = any(one.override for one in own)
+    for keep in own:
+        if keep.scope in inherited and not dropped:
+            line = inherited[keep.scope].span.quoted()
+            message = f"`{keep.span.quoted()}` adds to the inherited `{line}`, whose place it would take behind `with`"
+            sink.report(codes.GONE, keep.span, message, f"write `{line}` beside it, in a policy of edition {EDITION}")
+    for scope in inherited.keys() - {one.scope for one in own} if dropped else ():
+        (first, *_) = (one for one in own if one.override)
+        message = f"`override keep` drops the inherited `{inherited[scope].span.quoted()}`, which `with` would leave"
+        sink.report(codes.GONE, first.span, message, f"say what stays instead: `keep {scope} ...` takes its place")
+
+
 def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
-    """`prefill blocks of N` behind `when`; victims that heads share as the score's mean."""
+    """`prefill blocks of N` as `when ... every N`; victims that heads share as the score's mean."""
     blocks, when = words.get("prefill"), words.get("when")
     if blocks is not None and blocks.word is not None and blocks.value is not None:
-        said = f" blocks of {blocks.value.span.text}"
+        said = f" every {blocks.value.span.text}"
         yield (_line(blocks), "") if when is not None else (blocks.span, f"when both{said}")
         if when is not None:
             yield when.span, when.span.text + said
@@ -143,6 +204,8 @@ def _in_expressions(node: Any, pages: syn.Pages | None) -> Iterator[Edit]:
     if isinstance(node, syn.Call):
         for argument in node.arguments:
             over = argument.over
+            if over is not None and over.after is not None and argument.only is None:
+                yield over.span, from_place(over, over.after)
             if over is not None and over.axis.text == "page" and pages is not None:
                 after = "" if pages.after is None else f", after = {pages.after.span.text}"
                 key = f"by page({pages.value.span.text}{after})"

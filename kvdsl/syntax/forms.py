@@ -240,13 +240,13 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^(?:policy|class)\s+(?P<name>\w+)\s*\(\s*(?P<base>\w+)\s*\)|^policy\s+(?P<name2>\w+)\s*[:<]\s*(?P<base2>\w+)(?=\s*\{)",
-            "a policy names its base after `extends`",
-            lambda m: f"policy {m['name'] or m['name2']} extends {m['base'] or m['base2']}",
+            "a policy names what it is made of behind `=`",
+            lambda m: f"policy {m['name'] or m['name2']} = {m['base'] or m['base2']} with",
         ),
         _form(
             r"^policy\s+(?P<name>\w+)\s+extends\s+(?P<base>\w+)\s*(?:,|and\b)[\w\s,]*\w",
-            "a policy extends one other policy",
-            "policy {name} extends {base}",
+            "a policy is made of one other policy",
+            "policy {name} = {base} with",
         ),
         _form(r"^policy\s+[\"'](?P<name>[A-Za-z]\w*)[\"']", "a policy's name stands without quotes", "policy {name}"),
         _form(r"^(?P<here>policy)\s*(?=\{)", "the policy has no name", "policy Example"),

@@ -11,6 +11,7 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, did_you_mean, listed, printable
 from kvdsl.helps import add, instead, leave_out, offer
+from kvdsl.reference import NO_NUMBERS, VECTORS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import forms, habits
 from kvdsl.syntax.lexer import span_of
@@ -288,8 +289,14 @@ def _choices(stuck: Stuck) -> list[str]:
         accepts -= {"_SEP", "RBRACE", "$END"}
         if not accepts and not choices:
             return ["a new line"]
+    named: tuple[str, ...] = ()
+    if "REST" in accepts or ("GIVEN" in accepts and "NAME" in accepts):  # of a test
+        named = NO_NUMBERS if "REST" in accepts else VECTORS
+        accepts -= {"NAME", "GIVEN"}
     choices += [_SHOWN[name] for name in _SHOWN if name in accepts]
-    choices += sorted(f"`{stuck.keywords[name]}`" for name in accepts if name in stuck.keywords)
+    choices += sorted(
+        f"`{word}`" for word in (*named, *(stuck.keywords[name] for name in accepts if name in stuck.keywords))
+    )
     return choices or ["something else"]
 
 

@@ -246,7 +246,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Select:
-    """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | in layers A, B reused above]`.
+    """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | from layers (A, B)]`.
 
     Without a count `by` is a condition.
     """
@@ -367,7 +367,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Use:
-    """`use POLICY [at layer N of N]`."""
+    """`use POLICY`; in edition 1 also `at layer N of N`."""
 
     span: Span
     policy: Word

@@ -64,7 +64,7 @@ class _Shaper:
         return syn.Import(self._span(tree), self._word(name) if shipped else self._string(name), shipped)
 
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
-        name, parent, body = tree.children
+        name, *parents, body = tree.children
         span = self._span(tree)
         inner = _tree(body).children
         doc, *statements = (None, *inner) if _tree(body).data == "clauses" else inner
@@ -72,7 +72,7 @@ class _Shaper:
         return syn.Policy(
             span,
             self._word(name),
-            None if parent is None else self._word(parent),
+            self._word(parents[0]) if parents else None,
             self._string(doc.children[0]) if isinstance(doc, Tree) else None,
             tuple(self._statement(child) for child in statements if isinstance(child, Tree)),
             frozenset().union(*broken),
@@ -159,12 +159,12 @@ class _Shaper:
             value, most, heads, layers = children
             across = self._across(heads), self._across_layers(layers)
             return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
-        if keyword in ("select", "select_where"):
-            by, weight, layers = children[-3:]
-            counted = self._expr(children[0]) if keyword == "select" else None
-            reused = isinstance(layers, Tree) and layers.data == "reused"
-            range_ = None if reused else self._optional_range(layers)
-            choosing = tuple(self._expr(layer) for layer in _tree(layers).children) if reused else ()
+        if keyword == "select":
+            *count, by, weight, layers = children
+            counted = self._expr(count[0]) if count else None
+            within = isinstance(layers, Tree) and layers.data == "within"
+            range_ = self._range(_tree(_tree(layers).children[0])) if within else None
+            choosing = tuple(map(self._expr, layers.children)) if isinstance(layers, Tree) and not within else ()
             weighed = None if weight is None else self._expr(weight)
             return syn.Select(span, counted, self._expr(by), weighed, range_, choosing, override)
         if keyword == "sketch":
@@ -253,13 +253,10 @@ class _Shaper:
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
-        axis, after, name = tree.children
-        return syn.Over(
-            span,
-            self._word(axis),
-            after=None if after is None else self._expr(after),
-            name=None if name is None else self._word(name),
-        )
+        axis, other = tree.children
+        if tree.data == "over_after":
+            return syn.Over(span, self._word(axis), after=self._expr(other))
+        return syn.Over(span, self._word(axis), name=None if other is None else self._word(other))
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 

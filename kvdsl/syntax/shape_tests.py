@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Union
 
 from lark import Token, Tree
 
 from kvdsl import codes
-from kvdsl.diagnostics import Sink
+from kvdsl.diagnostics import Sink, did_you_mean
+from kvdsl.reference import NO_NUMBERS, PLACES, VALUES, VECTORS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
@@ -29,7 +30,7 @@ class TestShaper:
     def step(self, tree: Tree[Token]) -> syn.Step:
         """One step."""
         span, kind = self._span(tree), str(tree.data)
-        if kind == "use":
+        if kind in ("use", "use_at"):
             name, *numbers = tree.children
             return syn.Use(span, self._word(name), *(None if n is None else self._constant(n) for n in numbers))
         if kind == "set":
@@ -39,7 +40,7 @@ class TestShaper:
             return syn.Prompt(span, tuple(self._incoming(child) for child in _trees(tree)))
         if kind in ("attend", "token", "times"):
             return self._incoming(tree)
-        return self._expect(span, kind.removeprefix("expect_"), tree)
+        return self._expect(span, kind, tree)
 
     def _incoming(self, tree: Tree[Token]) -> syn.Incoming:
         if tree.data == "times":
@@ -60,31 +61,50 @@ class TestShaper:
         return 1
 
     def _brought(self, tree: Tree[Token]) -> syn.Brought:
-        span, kind = self._span(tree), str(tree.data)
-        if kind == "query":
-            return syn.Brought(span, kind, tuple(tuple(self._row(row) for row in _trees(heads)) for heads in _trees(tree)))
-        if kind == "supplied":
-            name, rows = tree.children
-            assert isinstance(rows, Tree)
-            return syn.Brought(span, "given", self._one_each(rows), self._word(name))
-        (rows,) = _trees(tree)
-        return syn.Brought(span, kind, self._one_each(rows))
+        span, (name, *rows) = self._span(tree), tree.children
+        word = self._word(name)
+        if tree.data == "supplied":
+            return syn.Brought(span, "given", self._one_each(_tree(rows[0])), word)
+        heads = tuple(tuple(self._row(row) for row in _trees(_tree(one))) for one in rows)
+        if word.text == "query":
+            return syn.Brought(span, "query", heads)
+        for one, of_head in zip(rows, heads, strict=True):
+            if len(of_head) > 1:
+                message = f"`and` stands between query heads, which `{word.text}` has none of"
+                self.sink.report(codes.TEST_SIZE, self._span(_tree(one)), message, "between KV heads stands `/`")
+        heads = tuple(of_head[:1] for of_head in heads)
+        return syn.Brought(span, word.text, heads) if word.text in VECTORS else syn.Brought(span, "given", heads, word)
 
     def _one_each(self, rows: Tree[Token]) -> tuple[tuple[syn.Row, ...], ...]:
         return tuple((self._row(row),) for row in _trees(rows))
 
-    def _expect(self, span: Span, what: str, tree: Tree[Token]) -> syn.Expect:
-        if what == "error":
-            return syn.Expect(span, what, word=self.string(tree.children[0]))
-        *name, rows = tree.children
-        assert isinstance(rows, Tree)
-        if rows.data == "places":
-            return syn.Expect(span, what, tuple(self._places(place) for place in _trees(rows)))
-        word = self._word(name[0]) if name else None
-        return syn.Expect(span, what, tuple(self._row(row) for row in _trees(rows)), word)
+    def _expect(self, span: Span, kind: str, tree: Tree[Token]) -> syn.Expect:
+        name, found = self._word(tree.children[0]), tree.children[1]
+        if kind == "expect_error" or name.text == "error":
+            if name.text != "error":
+                self._unexpected(name.span, f"expected `error` before a string, not `{name.text}`", ("error",))
+            elif isinstance(found, Tree):
+                self._unexpected(self._span(found), "expected a string after `error`")
+            else:
+                return syn.Expect(span, "error", word=self.string(found))
+            return syn.Expect(span, "error")
+        rows = list(_trees(_tree(found)))
+        if name.text in PLACES and kind == "expect":
+            return syn.Expect(span, name.text, tuple(map(self._places, rows)))
+        numbers = tuple(map(self._row, rows))
+        if name.text in VALUES and kind == "expect":
+            return syn.Expect(span, name.text, numbers)
+        return syn.Expect(span, "state", numbers, name)
+
+    def _unexpected(self, span: Span, message: str, known: Iterable[str] = ()) -> None:
+        self.sink.report(codes.SYNTAX, span, message, did_you_mean(span.text, known))
 
     def _row(self, tree: Tree[Token]) -> syn.Row:
         span, parts = self._span(tree), list(_trees(tree))
+        for part in parts:
+            if part.data == "span":
+                self._unexpected(self._span(part), f"expected a number, not `{self._span(part).quoted()}`")
+        parts = [part for part in parts if part.data != "span"]
         rests = [at for at, part in enumerate(parts) if part.data == "rest"]
         for at in rests[1:]:
             self.sink.report(codes.TEST_SIZE, self._span(parts[at]), "a row has one `rest`")
@@ -94,15 +114,17 @@ class TestShaper:
         return syn.Row(span, values, self._signed(parts[rests[0]].children[0]).value, rests[0])
 
     def _places(self, tree: Tree[Token]) -> syn.Places:
-        return syn.Places(self._span(tree), tuple(self._positions(part) for part in _trees(tree)))
+        span, parts = self._span(tree), list(_trees(tree))
+        return syn.Places(span, () if span.text == "nothing" else tuple(self._positions(part) for part in parts))
 
     def _positions(self, tree: Tree[Token]) -> tuple[int, int]:
         """`3`, or `3..7`."""
         span = self._span(tree)
-        ends = [
-            self._constant(child).value for child in tree.children if isinstance(child, Token) and child.type == "NUMBER"
-        ]
-        if not all(end.is_integer() for end in ends):
+        numbers = [child for child in tree.children if isinstance(child, Token) and child.type == "NUMBER"]
+        ends = [self._constant(child).value for child in numbers]
+        if tree.data == "rest" or any(isinstance(child, Token) and child.type == "NAME" for child in tree.children):
+            self._unexpected(span, f"expected a number or `nothing`, not `{span.quoted()}`", ("nothing",))
+        elif not all(end.is_integer() for end in ends) or span.text.startswith("-"):
             self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` is no position", "positions are whole numbers")
         elif not 0 <= ends[-1] - ends[0] <= MANY:
             self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` has no positions in it, or too many")
@@ -111,10 +133,14 @@ class TestShaper:
         return 0, 0
 
     def _signed(self, child: Child) -> syn.Constant:
-        assert isinstance(child, Tree)
-        minus, number = child.children
+        minus, number = _tree(child).children
+        assert isinstance(number, Token)
+        if number.type == "NAME" and number not in NO_NUMBERS:
+            span = span_of(self.source, number)
+            self._unexpected(span, f"expected a number, `inf` or `nan`, not `{number}`", NO_NUMBERS)
+            return syn.Constant(span, 0)
         value = self._constant(number).value
-        return syn.Constant(self._span(child), value if minus is None else -value)
+        return syn.Constant(self._span(_tree(child)), value if minus is None else -value)
 
     def _constant(self, child: Child) -> syn.Constant:
         assert isinstance(child, Token)
@@ -133,3 +159,8 @@ class TestShaper:
 
 def _trees(tree: Tree[Token]) -> Iterator[Tree[Token]]:
     return (child for child in tree.children if isinstance(child, Tree))
+
+
+def _tree(child: Child) -> Tree[Token]:
+    assert isinstance(child, Tree)
+    return child

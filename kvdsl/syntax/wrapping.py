@@ -18,6 +18,8 @@ _DEEPEST = 20
 """Parentheses below this many others that were broken are not broken, so that the indentation stays within bounds."""
 
 _VALUES = {"NAME", "NUMBER", "RPAR"}
+_STEPS = {"ATTEND", "TOKEN", "EXPECT", "NUMBER"}
+"""What begins a step of a test that has numbers: in it a `-` is a sign, also behind a name."""
 _LOOSENESS = {
     "OR": 1, "AND": 2, "LT": 3, "LE": 3, "GT": 3, "GE": 3, "EQ": 3, "NE": 3, "PLUS": 4, "MINUS": 4, "STAR": 5, "SLASH": 5, "PERCENT": 5,
 }  # fmt: skip
@@ -43,10 +45,11 @@ def wrapped(pieces: Sequence[Piece], indent: str) -> list[str]:
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
     """What stands before each token."""
     signed = False  # whether the token before is a sign
+    step = bool(pieces) and pieces[0].type in _STEPS
     for index, piece in enumerate(pieces):
         before = pieces[index - 1] if index else None
         yield "" if before is None or signed else _gap(before, piece)
-        signed = piece.type == "MINUS" and (before is None or before.type not in _VALUES)
+        signed = piece.type == "MINUS" and (step or before is None or before.type not in _VALUES)
 
 
 def _gap(left: Piece, right: Piece) -> str:

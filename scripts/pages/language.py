@@ -67,7 +67,10 @@ def _gone() -> str:
     rows = [(f"`{word}`", instead) for word, instead in editions.GONE.items()]
     rows += [(f"`over {word}`", instead) for word, instead in editions.RANGES.items()]
     rows += [(f"`{name}(...)`", instead) for name, instead in editions.FUNCTIONS.items()]
-    rows += [(what, instead.format(value="x", most="n")) for what, instead in editions.PARTS.items()]
+    rows += [
+        (what, instead.format(value="x", most="n", name="A", parent="B", layer="2", layers="8", after="4", chosen="2, 13"))
+        for what, instead in editions.PARTS.items()
+    ]
     return table(
         ("edition 1", "edition 2"), [(" ".join(words), instead) for instead, words in _together((b, a) for a, b in rows)]
     )

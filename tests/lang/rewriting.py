@@ -25,11 +25,11 @@ def rewritten(module: syn.Module) -> Policy:
 
     def body(p: Draft) -> None:
         for statement in found.statements:
-            _statement(p.override if statement.override else p, statement)
+            _statement(p, statement)
 
     body.__doc__ = None if found.doc is None else found.doc.text
     imports = [one.name.text for one in module.imports]
-    parent = {} if found.parent is None else {"changes" if found.clauses else "extends": found.parent.text}
+    parent = {} if found.parent is None else {"changes": found.parent.text}
     return policy(name=found.name.text, imports=imports, **parent)(body)
 
 
@@ -62,7 +62,7 @@ def _setting(p: Draft, one: syn.Setting) -> None:
     if one.keyword == "trigger":
         p.trigger(overflow=value)
     elif one.keyword == "when":
-        p.when(word, blocks_of=value)
+        p.when(word, every=value)
     else:
         getattr(p, one.keyword)(*(part for part in (word, value) if part is not None))
 
@@ -82,7 +82,7 @@ def _clauses(p: Draft, one: Any) -> None:
     elif isinstance(one, syn.Select):
         layers = {"in_layers": one.range and _range(one.range)}
         if one.choosing:
-            layers = {"in_layers_reused_above": [_expr(layer) for layer in one.choosing]}
+            layers = {"from_layers": [_expr(layer) for layer in one.choosing]}
         weight = {"weight": _maybe(one.weight)}
         if one.count is None:
             p.select(where=_expr(one.by), **weight, **layers)

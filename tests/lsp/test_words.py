@@ -111,6 +111,7 @@ def test_every_keyword_is_offered_somewhere() -> None:
         policy + "sketch top 3 dims by q ", policy + "sketch top 3 dims by q every 3 ", policy + "score mean(attn ",
         policy + "tensor x [dims] ", policy + "given x ", policy + "pages 3 ", policy + "score mean(attn over next ",
         policy + "score mean(attn over ", policy + "score mean(attn over slots ",
+        policy + "score mean(attn over text ",
         policy + "when prefill ", policy + "score mean(attn over last 3 ", test + " ", test + " at ", test + " at layer 3 ",
         test + "\n", test + "\nexpect ", test + "\nattend ", test + "\nattend 1 ", test + "\ntoken ", test + "\nprompt {\n",
         test + "\nexpect kept ", test + "\n3 ", test + "\ntoken query 3 ", test + "\nattend -",

@@ -41,7 +41,7 @@ def test_not_where_layers_evict() -> None:
     message = "a layer that takes over a choice holds the tokens of the one that made it, but each evicts by itself"
     name = check(body("param budget = 64", "score sum(attn)", f"{SELECT} 2 reused above")).diagnostics
     assert [(one.code, one.message, one.help) for one in name] == [
-        ("KV0441", message, "leave out the budget, or `reused above`")
+        ("KV0441", message, "leave out the budget, or `from layers`")
     ]
 
 

@@ -4,19 +4,24 @@
 (string) @string
 (number) @number
 
-["above" "across" "after" "as" "at" "attend" "attn" "blocks" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "reused" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "weight" "when" "where" "with"] @keyword
+["above" "across" "after" "as" "at" "attend" "budget" "by" "cap" "dims" "every" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kv" "last" "layer" "layers" "let" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "queries" "rest" "reused" "rope" "score" "select" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "victims" "weight" "when" "where" "with"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
-["inf" "nan" "nothing"] @constant.builtin
+(signed (identifier) @constant.builtin)
+(vector . (identifier) @keyword)
+(expect . (identifier) @keyword)
+(expect_error . (identifier) @keyword)
 
 (policy name: (identifier) @type)
-(policy extends: (identifier) @type)
+(extended name: (identifier) @type)
+(extended extends: (identifier) @type)
 (with name: (identifier) @type)
 (with with: (identifier) @type)
 (import (identifier) @type)
 (use (identifier) @type)
+(use_at (identifier) @type)
 (param name: (identifier) @variable.parameter)
 (tensor name: (identifier) @variable.parameter)
 (input name: (identifier) @variable.parameter)

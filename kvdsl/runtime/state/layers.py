@@ -50,6 +50,6 @@ def introduce(states: Iterable[SlotState]) -> None:
         if chooser not in known:
             raise KvdslError(
                 f"layer {layer} would attend to what layer {chooser} chooses, but {state.spec.name} does not serve that one, whose "
-                f"window is the model's own: name another layer in `reused above`"
+                f"window is the model's own: name another layer in `from layers`"
             )
         state.choices = made.setdefault(chooser, Choices(chooser))
