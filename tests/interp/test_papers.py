@@ -205,7 +205,7 @@ def test_half_precision_protects_the_least_attended(seed: int) -> None:
     assert not set(feasible) & set(undefined)
     theirs = feasible[np.argmin(mean[feasible])]
 
-    policy = add_columns(policies.ROCO)
+    policy = add_columns(analyse(find_policy("roco")).policy)
     interpreter = Interpreter(policy, resolve(policy, {"budget": tokens - 1}))
     step = interpreter.observe_rows(interpreter.empty(), attn)
     (ours,) = step.evicted
