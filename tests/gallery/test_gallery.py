@@ -17,7 +17,6 @@ from tests.gallery.formulas import IN_BLOCKS, METHODS, TOGETHER
 from tests.gallery.layered import LAYERED
 from tests.gallery.reusing import REUSING
 from tests.integrations.presses import COUNTERPARTS, OTHERS
-from tests.quick import thinned
 
 STEMS = [path.stem for path in gallery_policies()]
 WARNED = {"triattention": ["KV0424"]}
@@ -47,7 +46,8 @@ def test_is_clean_short_and_says_where_it_comes_from(path: Path) -> None:
     assert analysis.policy.doc.split("\n\n")[0].endswith(".")
 
 
-@pytest.mark.parametrize("path", thinned(gallery_policies(), 4), ids=lambda path: path.stem)
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", gallery_policies(), ids=lambda path: path.stem)
 def test_its_own_tests_pass(path: Path) -> None:
     analysis = analyse(path.with_name(f"{path.stem}_test.kv"))
     assert not analysis.diagnostics

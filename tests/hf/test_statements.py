@@ -63,7 +63,7 @@ def text(*lengths: int) -> dict[str, torch.Tensor]:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", thinned(NEW, 4))
+@pytest.mark.parametrize("name", thinned(NEW, 8))
 def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
     together = make(name)
     tokens, logits = zoo.greedy(model(), text(66, 50, 37), 12, cache=together)
@@ -75,7 +75,7 @@ def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
         assert kept(together, row) == kept(alone, 0)
 
 
-@pytest.mark.parametrize("name", thinned(NEW, 4))
+@pytest.mark.parametrize("name", thinned(NEW, 8))
 def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
     ids = text(50, 50)["input_ids"]
     cache, swapped = make(name), make(name)
