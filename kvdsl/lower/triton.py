@@ -333,7 +333,7 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
         raise NotLowerable("`select` by a query head's number")
     ranked, vote = policy.select.by, ""
     if isinstance(ranked, Reduce) and ranked.axis is Axis.HEAD and ranked.op in ("sum", "mean", "max", "min"):
-        ranked, vote = ranked.body, ranked.op
+        vote, ranked = ranked.op, ranked.body
     by = form_of_select(ranked)
     if by == "expression":
         raise NotLowerable(

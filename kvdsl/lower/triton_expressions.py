@@ -301,5 +301,5 @@ class Pass:
 
     def printed(self) -> Loop:
         """What a template places."""
-        lines = (texts(part) for part in (self.before, self.body, self.after))
-        return Loop(*lines, self.reads, texts(self.inner), texts(self.behind))
+        before, body, after = texts(self.before), texts(self.body), texts(self.after)
+        return Loop(before, body, after, self.reads, texts(self.inner), texts(self.behind))

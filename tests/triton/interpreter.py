@@ -120,7 +120,7 @@ def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(f"kvdsl.runtime.gpu.{module}.COMPARED", 16)
     patch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
     patch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
-    patch.setattr("kvdsl.runtime.state.slots._GROWTH", 32)
+    patch.setattr("kvdsl.runtime.state.room._GROWTH", 32)
 
 
 def with_kernels(policy: Policy, folder: Path) -> PolicySpec | None:

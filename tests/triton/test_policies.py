@@ -110,6 +110,10 @@ LAZY = {
     "of the token": (
         "param budget = 8\nscore max(abs(k) over dims) * mean(v over dims) - min(k over dims) + std(v over dims) + var(k over dims)"
     ),
+    "pages of a param": (
+        "param budget = 8\nparam page = 3\npages page after 1\nscore max(sum(attn) over page) + rank(last(attn) over page) / 9\n"
+        "keep where min(last(attn) over next page) < 0.02"
+    ),
     "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
     "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
     "over slots, of the live": "param budget = 8\nscore sum(min(where(attn < 0.1, attn, live) over slots))",
