@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvdsl.cli.common import json_option, print_json
-from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton, texts
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
 
 
-def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`--prompt` and `--prompt-file`: what `prompt_ids` takes."""
-    for option in reversed((
-        click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab]."),
-        click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."),
-    )):  # fmt: skip
-        command = option(command)
-    return command
+def prompt_options(command: Any) -> Any:
+    """`--prompt` and `--prompt-file`, what `prompt_ids` takes: at most one of them, and something to go on from."""
 
+    @click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab].")
+    @click.option(
+        "--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."
+    )
+    @texts("prompt_file")
+    @wraps(command)
+    def with_prompt(prompt: str | None, prompt_file: Path | None, **given: Any) -> None:
+        if prompt is not None and prompt_file is not None:
+            raise click.UsageError("give --prompt or --prompt-file, not both")
+        if prompt is not None and not prompt.strip():
+            raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+        if prompt is not None and any(
+            "\ud800" <= letter <= "\udfff" for letter in prompt
+        ):  # bytes that Python could not decode
+            raise click.BadParameter("this is not UTF-8 text", param_hint="--prompt")
+        if prompt is None and prompt_file is None:
+            lab("assets", "the page that is read without --prompt")
+        command(prompt=prompt, prompt_file=prompt_file, **given)
 
-def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
-    """Refuse two prompts, or an empty one, before anything is loaded."""
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("give --prompt or --prompt-file, not both")
-    if prompt is not None and not prompt.strip():
-        raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
-    if prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that Python could not decode
-        raise click.BadParameter("this is not UTF-8 text", param_hint="--prompt")
-
-
-def check_defaults(model: str | None, prompt: str | None, prompt_file: Path | None) -> None:
-    """Say in one line where the model and the page that are taken without options are not installed, before anything is compiled."""
-    if model is None:
-        lab("assets", "the model that is taken without --model")
-    if prompt is None and prompt_file is None:
-        lab("assets", "the page that is read without --prompt")
+    return with_prompt
 
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
     """The tokens of the given text, with what the tokenizer puts around it."""
-    from kvdsl.generation.models import page, prompt_tokens, read_text
+    from kvdsl.generation.models import prompt_tokens
+    from kvdsl.generation.text import page, read_text
 
     text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
     return prompt_tokens(tokenizer, text)
@@ -78,19 +76,15 @@ def command(
       kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
     refuse_triton(backend)
-    check_prompt(prompt, prompt_file)
-    check_defaults(model, prompt, prompt_file)
     import torch
 
     from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.loading import load
-    from kvdsl.runtime.supplied import refuse_required
 
     if threads:
         torch.set_num_threads(threads)
     cache_class: Any = load(policy, **settings)
-    refuse_required(cache_class.spec, "`kvdsl run`")
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)

@@ -13,8 +13,9 @@ from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
 from kvdsl_lab.bench import generate, measure
-from kvdsl_lab.bench.contenders import NATIVE, RECOMPUTE, STATIC, Contender, contenders
+from kvdsl_lab.bench.contenders import Contender, contenders
 from kvdsl_lab.bench.generate import Times, bench_generate
+from kvdsl_lab.bench.names import NATIVE, RECOMPUTE, STATIC
 from kvdsl_lab.bench.shapes import SHAPES, parse_shape, shaped_model
 from kvdsl_lab.bench.texts import Text
 from kvdsl_lab.eval.caches import Policies

@@ -12,7 +12,8 @@ from kvdsl.cli import main
 from kvdsl.cli.run import prompt_ids
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import Generated
-from kvdsl.generation.models import load_model, page, read_text
+from kvdsl.generation.models import load_model
+from kvdsl.generation.text import page, read_text
 from kvdsl_lab import demo
 from kvdsl_lab.cli.eval import command as evaluate
 
