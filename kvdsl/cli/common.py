@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -117,6 +119,31 @@ def error(message: str, hint: str | None = None) -> None:
     click.echo(click.style("error", fg="red", bold=True) + f": {message}", err=True, color=color)
     if hint:
         click.echo(click.style("help", fg="cyan") + f": {hint}", err=True, color=color)
+
+
+def warning(message: str) -> None:
+    """One line on standard error."""
+    from kvdsl.diagnostics import wants_color
+
+    click.echo(click.style("warning", fg="yellow", bold=True) + f": {message}", err=True, color=wants_color(sys.stderr))
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Python's warnings of users' making as a line of the command's, without the place in a program that nobody has written."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category is UserWarning:
+            warning(_one_line(str(message)))
+        else:
+            before(message, category, *place, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def report(diagnostics: Iterable[Diagnostic]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, report, set_option
+from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, report, set_option, warning
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
@@ -177,6 +177,8 @@ def _as_data(one: Compiled, out: Path) -> dict[str, object]:
 
 
 def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], check: bool) -> None:
+    from kvdsl.emit.without import without
+
     for one in compiled:
         for name in one.files:
             state = ("would change" if check else "written") if name in one.changed else "unchanged"
@@ -192,7 +194,11 @@ def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], chec
             again += [] if out == Path("generated") else ["--out", str(out)]
             again += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
             click.echo(f"not up to date: run `{shlex.join(again)}`", err=True)
-    elif len(compiled) == 1:
+        return
+    for one in compiled:
+        if (told := without(one.files[f"{one.policy.stem}/manifest.json"], "cpu")) is not None:
+            warning(f"`{one.policy.stem}` runs on the torch backend: {told}")
+    if len(compiled) == 1:
         click.echo(f"\n{_usage(compiled[0].policy, out)}")
 
 

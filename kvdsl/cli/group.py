@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from kvdsl import lab
 from kvdsl.abi import VERSION
-from kvdsl.cli.common import error, guarded
+from kvdsl.cli.common import error, guarded, warnings_in_a_line
 
 COMMANDS = {
     "new": "Write a policy to begin with, and a test of it.",
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     words = sys.argv[1:] if argv is None else list(argv)
-    with _rarely_collected():
+    with _rarely_collected(), warnings_in_a_line():
         return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json=_wants_json(words))
 
 

@@ -108,7 +108,7 @@ def command(
 def _figures(found: Generated) -> dict[str, Any]:
     return {
         "text": found.text, "prompt_tokens": found.prompt_tokens, "new_tokens": len(found.tokens),
-        **found.times(), "cache_bytes": found.cache_bytes,
+        **found.times(), "cache_bytes": found.cache_bytes, "evicted": found.evicted,
     }  # fmt: skip
 
 

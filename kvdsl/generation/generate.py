@@ -25,6 +25,7 @@ class Generated:
         token_ms: the time of every token after the first, in order.
         cache_bytes: what the cache occupies at the end.
         full_cache_bytes: what keys and values of every token would occupy.
+        evicted: whether a token has left; None of a cache that lets none go.
     """
 
     text: str
@@ -34,6 +35,7 @@ class Generated:
     token_ms: tuple[float, ...]
     cache_bytes: int
     full_cache_bytes: int
+    evicted: bool | None = None
 
     @property
     def tpot_ms(self) -> float:
@@ -84,6 +86,7 @@ def generate(
     return Generated(
         text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens, prompt_tokens=ids.shape[1],
         ttft_ms=ms[0], token_ms=tuple(ms[1:]), cache_bytes=cache_bytes(cache), full_cache_bytes=full_cache_bytes(cache),
+        evicted=_evicted(cache),
     )  # fmt: skip
 
 
@@ -137,6 +140,13 @@ def full_cache_bytes(cache: Any) -> int:
     if hasattr(cache, "full_bytes"):
         return int(cache.full_bytes())
     return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _evicted(cache: Any) -> bool | None:
+    """Whether a token has left any KV head of a cache; None where the policy bounds none, and of a cache that is not kvdsl's."""
+    states = [cache.layers[index].state for index in getattr(cache, "managed", ())]
+    live = [((state.position >= 0).sum(-1), state.seen) for state in states if state.allocated and state.spec.bounded]
+    return any(bool((held < seen[:, None]).any()) for held, seen in live) if live else None
 
 
 def _layer_bytes(layer: Any) -> int:
