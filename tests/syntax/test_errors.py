@@ -4,6 +4,8 @@ import pytest
 
 from tests.diagnostics.expect import body, check, expect, expect_in, only
 
+ONE_LINE = "write `;` between statements, or begin a new line"
+
 
 @pytest.mark.parametrize(
     ("statement", "message", "at", "help"),
@@ -16,6 +18,9 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
             "first",
             "its form is `keep first expr`, `keep last expr`, `keep top expr by expr` or `keep where expr`",
         ),
+        ("param x = 3 score age", "expected a new line or `;` before `score`", "score", ONE_LINE),
+        ("score age keep last 2", "expected a new line or `;` before `keep`", "keep", ONE_LINE),
+        ("when prefill cap hard", "expected a new line or `;` before `cap`", "cap", ONE_LINE),
         ("param x 3", "`param` takes `=`", "param x 3", "write `param x = 3`"),
         ("param 3 = 4", "expected a name, not `3`", "3", "its form is `param NAME = expr [in range]`"),
         ("score age = 3", "`=` does not compare", "=", "write `==`"),
@@ -220,3 +225,11 @@ def test_nesting_is_limited() -> None:
 def test_errors_are_limited() -> None:
     assert len(check(body(*["scor x"] * 5_000)).diagnostics) < 60
     assert len(check(body("param budget = 1", *(f"let a{i} = x{i} + y{i}" for i in range(250)))).diagnostics) <= 60
+
+
+def test_steps_and_clauses_on_one_line() -> None:
+    text = 'kv 2\nimport h2o\ntest "a" {\n  use H2O set budget = 3\n  prompt { attend 1 attend 0.5, 0.5 }\n}\n'
+    for found, word in zip(check(text).diagnostics, ("set", "attend"), strict=True):
+        assert (found.message, found.help) == (f"expected a new line or `;` before `{word}`", ONE_LINE)
+    found = only("kv 2\nimport h2o\npolicy P = H2O with when prefill keep last 3\n", "KV0101")
+    assert (found.message, found.help) == ("expected `,` before `keep`", "write `,` between clauses")
