@@ -86,8 +86,17 @@ def _below(folder: Path, tests: bool) -> Iterator[str]:
             continue
         if path.is_dir() and not path.is_symlink():
             yield from _below(path, tests)
-        elif path.suffix == ".kv" and (tests or not path.stem.endswith("_test")):
+        elif path.suffix == ".kv" and (tests or not path.stem.endswith("_test")) and not _tests_a_grammar(path):
             yield str(path)
+
+
+def _tests_a_grammar(path: Path) -> bool:
+    """Whether a file is a test of an editor's grammar, as vscode-tmgrammar-test reads it: wrong on purpose, and no policy of anybody's."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(13) == b"# SYNTAX TEST"
+    except OSError:
+        return False
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ def prompt_options(command: Any) -> Any:
 
     @click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab].")
     @click.option(
-        "--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."
+        "--prompt-file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
+        help="A file with that text; - is standard input.",
     )
     @texts("prompt_file")
     @wraps(command)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvdsl.errors import KvdslError
+from kvdsl.standard_input import is_named, read
 
 
 def read_text(path: Path | None) -> str:
-    """A text file, or the book that comes with kvdsl-lab.
+    """A text file, in a command `-` for standard input, or the book that comes with kvdsl-lab.
 
     Raises:
         KvdslError: if the file is not UTF-8, or holds nothing.
@@ -18,7 +19,7 @@ def read_text(path: Path | None) -> str:
 
         return book_text()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read().decode() if is_named(str(path)) else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise KvdslError(f"{path} is not UTF-8 text") from error
     if not text.strip():

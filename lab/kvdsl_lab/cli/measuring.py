@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def text_option(command: Any) -> Any:
     """`--text`, given to the command as `text: Path | None`: a file that has been looked at."""
     option = click.option(
-        "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
         help="A text file [default: the book that ships with kvdsl-lab].",
     )  # fmt: skip
     return option(texts("text")(command))

@@ -48,7 +48,7 @@ PROOF_SHARE = 1 / 3
     "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
 )
 @click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
-@click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+@click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True), metavar="FILE",
               help="Choose the finalists among the best by another text, however long that takes "
                    "[default: by what is searched on].")  # fmt: skip
 @texts("choice")
