@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from kvdsl import lab
 from kvdsl.abi import VERSION
+from kvdsl.busy import wait_passively
 from kvdsl.cli.common import error, guarded, warnings_in_a_line
 from kvdsl.standard_input import of_a_command
 
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and give its exit code. Errors become one clear line."""
     # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    wait_passively()
     words = sys.argv[1:] if argv is None else list(argv)
     with _rarely_collected(), warnings_in_a_line(), of_a_command():
         return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json=_wants_json(words))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.common import json_option, print_json, warning
 from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton, texts
+from kvdsl.cli.progress import status
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
@@ -78,25 +80,37 @@ def command(
       kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
     refuse_triton(backend)
-    import torch
+    written: list[str] = []
+    with status("kvdsl run") as tell:
+        tell("loading torch and the model")
+        from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
+        from kvdsl.generation.models import check_length, load_model
+        from kvdsl.generation.threads import use_threads
+        from kvdsl.loading import load
 
-    from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
-    from kvdsl.generation.models import check_length, load_model
-    from kvdsl.loading import load
+        if told := use_threads(threads):
+            warning(told)
+        cache_class: Any = load(policy, **settings)
+        lm, tokenizer = load_model(model, dtype)
+        ids = prompt_ids(tokenizer, prompt, prompt_file)
+        check_length(lm, len(ids) + max_new_tokens)
+        full = None
+        if compare:
+            tell(f"reading {len(ids)} tokens and generating {max_new_tokens} with the full cache")
+            warm_up_full(lm, tokenizer, ids)
+            full = generate_full(lm, tokenizer, ids, max_new_tokens)
+        cache = cache_class(lm, backend=backend)
+        tell("getting the kernels ready")
+        warm_up(lm, tokenizer, ids, cache)
+        tell(f"reading {len(ids)} tokens and generating {max_new_tokens}")
 
-    if threads:
-        torch.set_num_threads(threads)
-    cache_class: Any = load(policy, **settings)
-    lm, tokenizer = load_model(model, dtype)
-    ids = prompt_ids(tokenizer, prompt, prompt_file)
-    check_length(lm, len(ids) + max_new_tokens)
-    full = None
-    if compare:
-        warm_up_full(lm, tokenizer, ids)
-        full = generate_full(lm, tokenizer, ids, max_new_tokens)
-    cache = cache_class(lm, backend=backend)
-    warm_up(lm, tokenizer, ids, cache)
-    ours = generate(lm, tokenizer, ids, max_new_tokens, cache)
+        def write(text: str) -> None:
+            tell("")  # the text itself shows that something happens
+            written.append(text)
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+
+        ours = generate(lm, tokenizer, ids, max_new_tokens, cache, (), None if as_json or compare else write)
     result: dict[str, Any] = {"policy": cache_class.spec.stem, **_figures(ours), "full_cache_bytes": ours.full_cache_bytes}
     if full is not None:
         result["full"] = _figures(full)
@@ -104,7 +118,7 @@ def command(
     if as_json:
         print_json(result, dtype=str(lm.dtype).removeprefix("torch."))
     else:
-        _show(cache_class.spec.name, ours, full)
+        _show(cache_class.spec.name, ours, full, "".join(written))
 
 
 def _figures(found: Generated) -> dict[str, Any]:
@@ -114,13 +128,14 @@ def _figures(found: Generated) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(name: str, ours: Generated, full: Generated | None) -> None:
+def _show(name: str, ours: Generated, full: Generated | None, written: str) -> None:
+    """What came of it; a text that was written while it came is only finished."""
     from rich.console import Console
 
     from kvdsl.generation.report import FULL, comparison, summary_line
 
     if full is None:
-        click.echo(ours.text)
+        click.echo(ours.text.removeprefix(written))
         click.secho(summary_line(name, ours), dim=True)
     else:
         console = Console(highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,30 +52,41 @@ _WARM_UP_TOKENS = 64
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when every token comes."""
+    """Notes when every token comes, and passes the text on that is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
         self.times: list[float] = []
+        self._tokenizer, self._write = tokenizer, write
+        self._tokens: list[int] = []
+        self._written = ""
 
     def put(self, value: Tensor) -> None:
         """The prompt first, then every token."""
         self.times.append(time.perf_counter())
+        if self._write is not None and len(self.times) > 1:
+            self._tokens += value.flatten().tolist()
+            text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            if text.startswith(self._written) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a letter
+                self._write(text[len(self._written) :])
+                self._written = text
 
     def end(self) -> None:
         """Nothing."""
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = ()
+    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = (),
+    write: Callable[[str], None] | None = None,
 ) -> Generated:  # fmt: skip
     """Greedy text after the prompt, through `model.generate`.
 
     Args:
         cache: of kvdsl or of transformers, empty.
         stop: tokens that end the text as the model's own end-of-text token does, except as its first token.
+        write: is given the text while it comes, piece by piece; the last letters may be missing.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
-    clock = _Clock()
+    clock = _Clock(tokenizer, write)
     with quiet(), torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), **with_cache(cache), max_new_tokens=new_tokens, do_sample=False,

@@ -10,7 +10,7 @@ import click
 
 from kvdsl.asked import settled
 from kvdsl.budget import spelled
-from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.common import json_option, print_json, warning
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton, texts
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
@@ -58,13 +58,12 @@ class Measured:
 
     def __init__(self, model: str | None, text: Path | None, backend: str, threads: int | None, dtype: str | None) -> None:
         refuse_triton(backend)
-        import torch
-
         from kvdsl.generation.models import load_model
         from kvdsl.generation.text import read_text
+        from kvdsl.generation.threads import use_threads
 
-        if threads:
-            torch.set_num_threads(threads)
+        if told := use_threads(threads):
+            warning(told)
         self.backend = backend
         self.text = read_text(text)
         self.model, self.tokenizer = load_model(model, dtype)
