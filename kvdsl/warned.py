@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_INNER = {"kvdsl", "kvdsl_lab", "torch", "transformers"}
+_INNER = {"kvdsl", "torch", "transformers"}
 
 
 def warn(message: str) -> None:
@@ -21,4 +21,4 @@ def warn(message: str) -> None:
 
 
 def _inner(module: str) -> bool:
-    return module.partition(".")[0] in _INNER or module.startswith("_kvdsl_")
+    return module.partition(".")[0] in _INNER or module.startswith(("_kvdsl_", "kvdsl_"))
