@@ -167,7 +167,7 @@ def test_a_policy_inside_a_policy() -> None:
         ("keep where age ≥ 3", "unexpected character `≥` (U+2265)", "≥", "write `>=`"),
         ("keep where age > 1 && age < 3", "unexpected character `&`", "&&", "write `and`"),
         ("score age ^ 2", "unexpected character `^`", "^", "write `**`"),
-        ("param größe = 3", "`öße` is not a name", "öße", "names consist of the ASCII letters, digits and `_`"),
+        ("param größe = 3", "`größe` is not a name", "größe", "names consist of the ASCII letters, digits and `_`"),
         ("score age $ 3", "unexpected character `$`", "$", None),
     ],
 )
