@@ -52,6 +52,7 @@ help:  ## list what can be made
 venv: $(READY)  ## create .venv with everything that development needs
 
 $(RUNS): pyproject.toml lab/pyproject.toml
+	@echo 'getting torch, transformers and what else is needed into $(VENV): 2.6 GB on disk, some minutes'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)' || $(PIP) 'torch>=2.6'
 	$(PIP) --editable '.[models]' --editable ./lab

@@ -17,7 +17,8 @@ import torch
 from contestants import CONTESTANTS, Contestant, Task
 from torch import Tensor
 
-from kvdsl.generation.models import load_model, read_text, windows
+from kvdsl.generation.models import load_model, windows
+from kvdsl.generation.text import read_text
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench.measure import peak_bytes
 

@@ -7,6 +7,7 @@ how to mend it is said apart, in `help`. Nothing of Python (types, reprs, tokens
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import unicodedata
 from collections import Counter
@@ -147,7 +148,8 @@ def printable(text: str) -> str:
 # -- renderers -------------------------------------------------------------------------------------------------------
 
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "frame": "\x1b[34m", "help": "\x1b[36m", "bold": "\x1b[1m"}
-_WIDTH = 120
+_WIDTH, _LEAST = 120, 40
+"""Characters of a line that are shown, where the terminal has room for them, and at least."""
 
 
 def wants_color(stream: TextIO = sys.stderr) -> bool:
@@ -260,7 +262,8 @@ def _snippet(mark: Label, arrow: str, gutter: int, highlight: Any, paint: Any) -
         return [head + (f": {mark.text}" if mark.text else "")]
     start = column - 1
     end = max(start + 1, min(len(source), start + mark.span.end - mark.span.start))
-    source, start, end = _cut(source, start, end)
+    width = min(_WIDTH, max(_LEAST, shutil.get_terminal_size((_WIDTH + gutter + 3, 24)).columns - gutter - 3))
+    source, start, end = _cut(source, start, end, width)
     before, marked = _shown(source[:start]), _shown(source[start:end])
     bar = paint("frame", "|")
     carets = ("^" if arrow == "-->" else "-") * max(1, _columns(marked))
@@ -270,10 +273,10 @@ def _snippet(mark: Label, arrow: str, gutter: int, highlight: Any, paint: Any) -
     return [head, f"{' ' * gutter} {bar}", f"{number} {shown}", f"{' ' * gutter} {bar} {' ' * _columns(before)}{under}"]
 
 
-def _cut(source: str, start: int, end: int) -> tuple[str, int, int]:
+def _cut(source: str, start: int, end: int, width: int) -> tuple[str, int, int]:
     """A window of a long line around the marked part."""
-    left = max(0, min(start - 20, len(source) - _WIDTH))
-    window = source[left : left + _WIDTH]
+    left = max(0, min(start - 20, len(source) - width))
+    window = source[left : left + width]
     return window, start - left, min(end - left, max(len(window), start - left + 1))
 
 

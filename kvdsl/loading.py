@@ -8,7 +8,6 @@ import importlib.util
 import re
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 from kvdsl.source import Combined, SourceFile
+from kvdsl.warned import warn
 
 if TYPE_CHECKING:
     from kvdsl.compiler import Compiled
@@ -84,11 +84,11 @@ def _laid_out(found: type[KVCache], storage: str | None, rope: str | None) -> ty
 
 
 def _with_warnings(compiled: Compiled) -> type[KVCache]:
-    """The class out of a package, whose diagnostics become Python warnings where the caller of this module's caller stands."""
+    """The class out of a package, whose diagnostics become Python warnings at the caller's line."""
     for found in compiled.diagnostics:
         line, _ = found.span.file.location(found.span.start)
         help = "" if found.help is None else f"; {found.help}"
-        warnings.warn(f"{found.file}:{line}: {found.message}{help} ({found.code})", stacklevel=3)
+        warn(f"{found.file}:{line}: {found.message}{help} ({found.code})")
     return cache_class(compiled)
 
 

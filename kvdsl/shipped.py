@@ -16,6 +16,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
 from kvdsl.source import Combined, SourceFile
+from kvdsl.standard_input import DASH, is_named, read
 
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
@@ -85,6 +86,8 @@ def find(text: str, written: Written) -> Path | SourceFile:
     Args:
         written: opens `mine.py:calm`.
     """
+    if is_named(text):
+        return _standard_input()
     shipped = {path.stem: path for path in all_policies()}
     if (known := _known(text, shipped, written)) is not None:
         return known
@@ -97,6 +100,16 @@ def find(text: str, written: Written) -> Path | SourceFile:
                 found = combine(found, clauses, name)
             return found
     raise _no_such_policy(pieces[0] if len(pieces) > 1 else text, shipped, whole=text)
+
+
+def _standard_input() -> SourceFile:
+    from kvdsl.syntax.reader import decode
+
+    sink = Sink()
+    source = decode(read(), sink, DASH)
+    if source is None:
+        raise DiagnosticError(sink)
+    return source
 
 
 def separate(policies: str) -> list[str]:

@@ -121,3 +121,50 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({f"some.{name}": ast.parse(text) for name, text in texts.items()}) == [
         {"some.one", "some.two", "some.three"}
     ]
+
+
+MISTAKES = [
+    ["run", "h2o", "--set", "budget=0"],
+    ["run", "rocko"],
+    ["run", "h2o", "--set", "bugdet=3"],
+    ["run", "h2o", "--rope", "cached"],
+    ["run", "h2o", "--model", "smolm2"],
+    ["run", "h2o", "--model", "./nope"],
+    ["run", "h2o", "--prompt-file", "bin.txt"],
+    ["run", "h2o", "--prompt", " "],
+    ["run", "asks.kv"],
+    ["trace", "h2o", "--set", "budget=0"],
+    ["trace", "h2o", "--out", "nowhere/trace.html"],
+    ["bench", "decode", "rocko"],
+    ["bench", "generate", "--policies", "shift:rocko"],
+    ["bench", "host", "--budgets", "none"],
+    ["eval", "ppl", "--policies", "full,rocko"],
+    ["eval", "ppl", "--policies", "full,h2o", "--set", "recent=-1"],
+    ["eval", "fidelity", "--model", "./nope"],
+    ["eval", "consistency", "--budgets", "2"],
+    ["eval", "retrieval", "--text", "bin.txt"],
+    ["leaderboard", "--policies", "full,rocko"],
+    ["search", "--text", "bin.txt"],
+    ["calibrate", "rocko"],
+    ["reproduce", "roco", "--text", "bin.txt"],
+]
+
+
+def test_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """All in one process, which never imports torch or transformers, so that each answer comes in a fraction of a second."""
+    (tmp_path / "bin.txt").write_bytes(b"\xff\xfe\xfa")
+    text = 'kv 2\n\npolicy Asks {\n  "Mine."\n  param budget = 8\n  input worth\n  score worth\n}\n'
+    (tmp_path / "asks.kv").write_text(text)
+    code = (
+        "import sys, json, contextlib, io\n"
+        "from kvdsl.cli import main\n"
+        "found = []\n"
+        f"for words in {MISTAKES!r}:\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as err: code = main(words)\n"
+        "    found.append([code, err.getvalue(), [name for name in ('torch', 'transformers') if name in sys.modules]])\n"
+        "print(json.dumps(found))\n"
+    )
+    found = json.loads(python(code, tmp_path, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "lab")])))
+    for words, (exit_code, said, imported) in zip(MISTAKES, found, strict=True):
+        assert exit_code in (1, 2) and "error" in said and "internal" not in said, (words, said)
+        assert not imported, (words, said)

@@ -168,6 +168,10 @@ def driver_objects() -> list[Path]:
 def _library(source: Path, name: str, driven: bool) -> Path:
     def make(folder: Path) -> None:
         started = time.perf_counter()
+        if told():
+            print(
+                f"kvdsl: building the C++ kernels of `{name}`, which takes some seconds, once", file=sys.stderr, flush=True
+            )
         objects = driver_objects() if driven else []
         build_library([source, *objects], folder / f"{name}.so")
         taken = time.perf_counter() - started

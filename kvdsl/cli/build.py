@@ -86,7 +86,7 @@ def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dic
         raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`, or `--target cpu`") from error
     gpus = {target: parse_target(target) for target in targets}
     if not spec.triton_source.exists():
-        raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
+        raise KvdslError(f"`{spec.stem}`: {spec.without('triton')}; `--target cpu`")
     block = spec.block or slots_of_a_block("blocks") if spec.in_blocks else 0
     wanted = Shape(**shape, block=block, halves=spec.rope_cached)
     yield from build(spec.stem, spec.triton_source, gpus, wanted, None if step is None else Workload(**step))
@@ -97,7 +97,7 @@ def _cpu(spec: PolicySpec) -> Row:
     from kvdsl.build.row import Row
 
     if not spec.cpu_source.exists():
-        raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain` says why)")
+        raise KvdslError(f"`{spec.stem}`: {spec.without('cpu')}")
     begun = time.perf_counter()
     kernel_library(spec.cpu_source, spec.stem)
     return Row(spec.stem, "decode", "cpu", None, None, None, round((time.perf_counter() - begun) * 1e3, 1))

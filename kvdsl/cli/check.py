@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,13 +95,8 @@ class _Check:
 
     def _check(self, name: str) -> tuple[Diagnostic, ...]:
         from kvdsl.compiler import analyse, find_policy
-        from kvdsl.diagnostics import DiagnosticError, Sink
-        from kvdsl.syntax.reader import decode
+        from kvdsl.diagnostics import DiagnosticError
 
-        if name == "-":
-            sink = Sink()
-            source = decode(sys.stdin.buffer.read(), sink, "-")
-            return sink.sorted() if source is None else analyse(source, settings=self.settings).diagnostics
         try:
             analysis = analyse(find_policy(name), settings=self.settings)
         except DiagnosticError as failure:

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,8 +86,17 @@ def _below(folder: Path, tests: bool) -> Iterator[str]:
             continue
         if path.is_dir() and not path.is_symlink():
             yield from _below(path, tests)
-        elif path.suffix == ".kv" and (tests or not path.stem.endswith("_test")):
+        elif path.suffix == ".kv" and (tests or not path.stem.endswith("_test")) and not _tests_a_grammar(path):
             yield str(path)
+
+
+def _tests_a_grammar(path: Path) -> bool:
+    """Whether a file is a test of an editor's grammar, as vscode-tmgrammar-test reads it: wrong on purpose, and no policy of anybody's."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(13) == b"# SYNTAX TEST"
+    except OSError:
+        return False
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
@@ -117,6 +128,31 @@ def error(message: str, hint: str | None = None) -> None:
     click.echo(click.style("error", fg="red", bold=True) + f": {message}", err=True, color=color)
     if hint:
         click.echo(click.style("help", fg="cyan") + f": {hint}", err=True, color=color)
+
+
+def warning(message: str) -> None:
+    """One line on standard error."""
+    from kvdsl.diagnostics import wants_color
+
+    click.echo(click.style("warning", fg="yellow", bold=True) + f": {message}", err=True, color=wants_color(sys.stderr))
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Python's warnings of users' making as a line of the command's, without the place in a program that nobody has written."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category is UserWarning:
+            warning(_one_line(str(message)))
+        else:
+            before(message, category, *place, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def report(diagnostics: Iterable[Diagnostic]) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, report, set_option
+from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, kv_files, print_json, report, set_option, warning
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
-from kvdsl.shipped import file_of, shipped_policy, text_of
+from kvdsl.shipped import file_of, policy_name, shipped_policy, text_of
 from kvdsl.source import Combined, SourceFile
+from kvdsl.standard_input import is_named
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def command(
 ) -> None:
     """Turn policies into Python packages.
 
-    FILE is a .kv file, a policy that comes with kvdsl by its name (see `kvdsl list`), or `mine.py:calm`, a policy written in Python,
-    whose file is run: name only what you trust. `roco.kv` becomes the package
+    FILE is a .kv file, a folder of them, `-` for standard input, a policy that comes with kvdsl by its name (see `kvdsl list`), or
+    `mine.py:calm`, a policy written in Python, whose file is run: name only what you trust. `roco.kv` becomes the package
     `generated/roco` with the class `RoCoCache`. Files that would not change are not touched. A package that was made from another
     source is written over with --force only.
 
@@ -70,6 +71,7 @@ def command(
       kvdsl compile --check roco h2o             for CI: is what is committed up to date?
       kvdsl compile roco --emit ir               what the compiler made of it: syntax, ir, plan or code
     """
+    policies = tuple(_policies_of(policies))
     analysed = [_analyse(name, settings) for name in policies]
     if emit is not None:
         if as_json:
@@ -91,13 +93,23 @@ def command(
     finish(FINDINGS if check and any(one.changed or one.stale for one in compiled) else CLEAN)
 
 
+def _policies_of(names: Iterable[str]) -> Iterator[str]:
+    """The names, folders replaced by the files of policies in them."""
+    for name in names:
+        if not Path(name).is_dir():
+            yield name
+            continue
+        found = [one for one in kv_files([name]) if policy_name(text_of(Path(one))) is not None]
+        if not found:
+            raise KvdslError(f"no .kv file below `{name}` holds a policy")
+        yield from found
+
+
 def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | SourceFile]:
     """The checked policy and what it was read from; warnings are shown, errors end the command."""
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
 
-    if Path(name).is_dir():
-        raise KvdslError(f"`{name}` is a folder; name the .kv files in it, such as {Path(name) / '*.kv'}")
     found = find_policy(name)
     analysis = analyse(found, settings=settings)
     if not analysis.ok:
@@ -124,6 +136,8 @@ def _origin(name: str, found: Path | SourceFile, out: Path) -> str:
     """What a policy was read from: a shipped one by its name, a file by its path from where the output folder lies."""
     while isinstance(found, Combined):
         name, found = found.text[: found.named], found.base
+    if is_named(name):
+        return name
     file = found if isinstance(found, Path) else file_of(name)
     shipped = shipped_policy(file.stem)
     if shipped is not None and file.resolve() == shipped.resolve():
@@ -177,6 +191,8 @@ def _as_data(one: Compiled, out: Path) -> dict[str, object]:
 
 
 def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], check: bool) -> None:
+    from kvdsl.emit.without import without
+
     for one in compiled:
         for name in one.files:
             state = ("would change" if check else "written") if name in one.changed else "unchanged"
@@ -192,7 +208,11 @@ def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], chec
             again += [] if out == Path("generated") else ["--out", str(out)]
             again += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
             click.echo(f"not up to date: run `{shlex.join(again)}`", err=True)
-    elif len(compiled) == 1:
+        return
+    for one in compiled:
+        if (told := without(one.files[f"{one.policy.stem}/manifest.json"], "cpu")) is not None:
+            warning(f"`{one.policy.stem}` runs on the torch backend: {told}")
+    if len(compiled) == 1:
         click.echo(f"\n{_usage(compiled[0].policy, out)}")
 
 

@@ -66,7 +66,9 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
 
         click.echo(policy_page(found, text_of(source)), nl=False)
     else:
-        click.echo("\n".join(_in_words(found)))
+        from kvdsl.shipped import text_of
+
+        click.echo("\n".join(_in_words(found, text_of(source))))
 
 
 def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
@@ -79,8 +81,9 @@ def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
     return analysis.policy
 
 
-def _in_words(found: Facts) -> Iterator[str]:
+def _in_words(found: Facts, text: str) -> Iterator[str]:
     from kvdsl.diagnostics import printable
+    from kvdsl.emit.without import sentence
     from kvdsl.explain.words import rows
     from kvdsl.provenance import fields, prose
 
@@ -94,7 +97,11 @@ def _in_words(found: Facts) -> Iterator[str]:
     for key, value in source.items():
         told = printable(f"{key}: {value}")
         yield from textwrap.wrap(told, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-    for title, lines in rows(found).items():
+    refused = {one["name"]: sentence(one["name"], one["why_not"], text) for one in found.backends if not one["ok"]}
+    backends = [
+        f"{one['name']:<7} {'no: ' + refused[one['name']] if one['name'] in refused else 'yes'}" for one in found.backends
+    ]
+    for title, lines in {**rows(found), "backends": backends}.items():
         yield ""
         for index, line in enumerate(lines):
             indent = f"  {title if index == 0 else '':<10}"

@@ -6,12 +6,13 @@ import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, error, finish, kv_files, report
+from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, finish, json_option, kv_files, print_json, report
+from kvdsl.errors import KvdslError
 from kvdsl.files import write_whole
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class Formatted:
 @click.option(
     "--upgrade", is_flag=True, help="Rewrite files of an older edition in the newest one, too, where that means the same."
 )
+@json_option
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
-def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool) -> None:
+def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool, as_json: bool) -> None:
     """Lay out policies in the canonical way.
 
     FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without any, all .kv
@@ -60,18 +62,23 @@ def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool) -> N
         raise click.UsageError("`-` stands alone")
     names = kv_files(files, tests=True)
     if not names:
-        error("there is no .kv file to format")
-        finish(COULD_NOT_RUN)
+        raise KvdslError("there is no .kv file to format")
     found = [_formatted(name, upgrade) for name in names]
     for one in found:
         report(one.diagnostics)
-        if diff and one.changed:
+        if as_json and not check and not diff and one.name != "-":
+            _write(one, quietly=True)
+        elif as_json:
+            continue
+        elif diff and one.changed:
             click.echo(_difference(one), nl=False)
         elif check and one.changed:
             click.echo(f"would change {one.name}")
         elif not check and not diff:
             _write(one)
-    if files != ("-",) and not diff:
+    if as_json:
+        print_json({"files": [_as_data(one) for one in found]})
+    elif files != ("-",) and not diff:
         click.echo(_summary(found, "would change" if check else "formatted"))
     if any(one.after is None for one in found):
         finish(COULD_NOT_RUN)
@@ -96,7 +103,13 @@ def _formatted(name: str, upgrade: bool) -> Formatted:
     return Formatted(name, data.decode(), format_source(source, sink), sink.sorted())
 
 
-def _write(one: Formatted) -> None:
+def _as_data(one: Formatted) -> dict[str, Any]:
+    from kvdsl.diagnostics import render_json
+
+    return {"file": one.name, "changed": one.changed, "text": one.after, "diagnostics": render_json(one.diagnostics)}
+
+
+def _write(one: Formatted, *, quietly: bool = False) -> None:
     """The new text in place of the old; at no time is there half of it."""
     if one.name == "-":
         click.echo(one.after or "", nl=False)
@@ -104,7 +117,8 @@ def _write(one: Formatted) -> None:
     if not one.changed or one.after is None:
         return
     write_whole(Path(one.name), one.after)
-    click.echo(f"formatted {one.name}")
+    if not quietly:
+        click.echo(f"formatted {one.name}")
 
 
 def _difference(one: Formatted) -> str:

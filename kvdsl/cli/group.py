@@ -17,7 +17,9 @@ from click.shell_completion import CompletionItem
 
 from kvdsl import lab
 from kvdsl.abi import VERSION
-from kvdsl.cli.common import error, guarded
+from kvdsl.busy import wait_passively
+from kvdsl.cli.common import error, guarded, warnings_in_a_line
+from kvdsl.standard_input import of_a_command
 
 COMMANDS = {
     "new": "Write a policy to begin with, and a test of it.",
@@ -120,7 +122,8 @@ def _unknown(name: str) -> str:
 @click.command(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 all is well, 1 something was found, 2 could not run. `kvdsl COMMAND --help` has examples.",
+    epilog="Exit codes: 0 all is well, 1 something was found, 2 could not run, 130 interrupted by Ctrl-C. "
+    "`kvdsl COMMAND --help` has examples.",
 )
 @click.version_option(VERSION, prog_name="kvdsl")
 def group(**_: Any) -> None:
@@ -138,8 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and give its exit code. Errors become one clear line."""
     # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    wait_passively()
     words = sys.argv[1:] if argv is None else list(argv)
-    with _rarely_collected():
+    with _rarely_collected(), warnings_in_a_line(), of_a_command():
         return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json=_wants_json(words))
 
 

@@ -87,19 +87,28 @@ def get_command(name: str, as_json: bool) -> None:
 
 @command.command("path")
 @click.argument("name")
-def path_command(name: str) -> None:
+@json_option
+def path_command(name: str, as_json: bool) -> None:
     """Print the folder of a model that is on this machine."""
     from kvdsl.models import model_folder
 
-    click.echo(str(model_folder(name)))
+    folder = str(model_folder(name))
+    if as_json:
+        print_json({"name": name, "path": folder})
+    else:
+        click.echo(folder)
 
 
 @command.command("remove")
 @click.argument("name")
-def remove_command(name: str) -> None:
+@json_option
+def remove_command(name: str, as_json: bool) -> None:
     """Delete a model from this machine."""
     from kvdsl.models import named
     from kvdsl.models.fetch import remove
 
     there = remove(named(name))
+    if as_json:
+        print_json({"name": name, "removed": there})
+        return
     click.echo(f"{name} is deleted" if there else f"{name} was not on this machine")

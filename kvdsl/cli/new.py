@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvdsl.cli.common import COULD_NOT_RUN, error, finish
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.errors import KvdslError
 
 POLICY = """\
 kv 2
@@ -52,7 +53,8 @@ test "of the tokens between the first and the recent ones the least attended lea
 
 @click.command()
 @click.argument("name")
-def command(name: str) -> None:
+@json_option
+def command(name: str, as_json: bool) -> None:
     """Write a policy to begin with, and a test of it that passes.
 
     NAME is a file's name, with or without `.kv`, perhaps in a folder: `my_policy` makes `my_policy.kv` with `policy MyPolicy` in it,
@@ -72,15 +74,17 @@ def command(name: str) -> None:
     if path.stem.endswith("_test"):
         wrong = f"`{path.name}` would be taken for a file of tests"
     if wrong is not None:
-        error(wrong, "choose another name, for example `kvdsl new my_policy`")
-        finish(COULD_NOT_RUN)
+        raise KvdslError(f"{wrong}: choose another name, for example `kvdsl new my_policy`")
     texts = {path: POLICY, path.with_name(f"{path.stem}_test.kv"): TEST}
     for file in texts:
         if file.exists():
-            error(f"there is a `{file}` already", "choose another name, or remove the file")
-            finish(COULD_NOT_RUN)
+            raise KvdslError(f"there is a `{file}` already: choose another name, or remove the file")
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         write_whole(file, text.format(name=policy, stem=path.stem))
-        click.echo(f"wrote {file}")
+        if not as_json:
+            click.echo(f"wrote {file}")
+    if as_json:
+        print_json({"policy": policy, "files": [str(file) for file in texts]})
+        return
     click.echo(f"\nnext: kvdsl test {path}\n      kvdsl explain {path}\n      kvdsl compile {path}")

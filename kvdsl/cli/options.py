@@ -1,24 +1,29 @@
-"""Options of the commands that run models and kernels."""
+"""Options of the commands that run models and kernels. What is wrong with them is told before torch is loaded, which takes seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import util
 from typing import Any
 
 import click
 
+from kvdsl.asked import asked
 from kvdsl.cli import completion
 from kvdsl.cli.common import set_option
 from kvdsl.cli.completion import POLICY
 from kvdsl.errors import KvdslError
+from kvdsl.generation.text import read_text
+from kvdsl.lab import lab
 from kvdsl.memory import ROPES, slots_of_a_block
+from kvdsl.models import place_of
 
 """What runs where no policy is named."""
 
 
 def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
-    """`POLICY` as an argument or as `--policy`, given to the command as `policy: str`."""
+    """`POLICY` as an argument or as `--policy`, given to the command as `policy: str`; it has been checked, with what is set."""
 
     def decorate(command: Any) -> Any:
         @click.argument("named", metavar="[POLICY]", required=False, shell_complete=completion.policies)
@@ -27,7 +32,10 @@ def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
         def with_policy(named: str | None, policy: str | None, **given: Any) -> Any:
             if named is not None and policy is not None and named != policy:
                 raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
-            return command(policy=named or policy or default, **given)
+            chosen = named or policy or default
+            memory = {name: given[name] for name in ("storage", "rope") if given.get(name) is not None}
+            asked(chosen, given.get("settings", {}) | memory, f"`{click.get_current_context().command_path}`")
+            return command(policy=chosen, **given)
 
         return with_policy
 
@@ -87,10 +95,48 @@ def cache_options(command: Any) -> Any:
 BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
 """What `--backend` takes."""
 
-model_option = click.option(
-    "--model", metavar="MODEL",
-    help="A name of `kvdsl models` (smollm2), a folder, or an id on the Hugging Face hub [default: the reference model].",
-)  # fmt: skip
+
+def model_option(command: Any) -> Any:
+    """`--model`, given to the command as `model: str | None`; it can be loaded, as far as its name tells."""
+
+    @click.option(
+        "--model", metavar="MODEL",
+        help="A name of `kvdsl models` (smollm2), a folder, or an id on the Hugging Face hub [default: the reference model].",
+    )  # fmt: skip
+    @wraps(command)
+    def with_model(model: str | None, **given: Any) -> Any:
+        refuse_missing("torch")
+        if model is None:
+            lab("assets", "the model that is taken without --model")
+        else:
+            place_of(model)
+        return command(model=model, **given)
+
+    return with_model
+
+
+def refuse_missing(package: str) -> None:
+    """Raise ModuleNotFoundError where a package that the command is going to import is not installed."""
+    if util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def texts(*names: str) -> Callable[[Any], Any]:
+    """A decorator for commands whose options of these names are files of text, which have been looked at."""
+
+    def decorate(command: Any) -> Any:
+        @wraps(command)
+        def with_texts(**given: Any) -> Any:
+            for name in names:
+                if given[name] is not None:
+                    read_text(given[name])
+            return command(**given)
+
+        return with_texts
+
+    return decorate
+
+
 dtype_option = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Run the model in this dtype.")
 
 

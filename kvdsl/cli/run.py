@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.common import json_option, print_json
-from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.common import json_option, print_json, warning
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton, texts
+from kvdsl.cli.progress import status
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
 
 
-def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`--prompt` and `--prompt-file`: what `prompt_ids` takes."""
-    for option in reversed((
-        click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab]."),
-        click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."),
-    )):  # fmt: skip
-        command = option(command)
-    return command
+def prompt_options(command: Any) -> Any:
+    """`--prompt` and `--prompt-file`, what `prompt_ids` takes: at most one of them, and something to go on from."""
 
+    @click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab].")
+    @click.option(
+        "--prompt-file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
+        help="A file with that text; - is standard input.",
+    )
+    @texts("prompt_file")
+    @wraps(command)
+    def with_prompt(prompt: str | None, prompt_file: Path | None, **given: Any) -> None:
+        if prompt is not None and prompt_file is not None:
+            raise click.UsageError("give --prompt or --prompt-file, not both")
+        if prompt is not None and not prompt.strip():
+            raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+        if prompt is not None and any(
+            "\ud800" <= letter <= "\udfff" for letter in prompt
+        ):  # bytes that Python could not decode
+            raise click.BadParameter("this is not UTF-8 text", param_hint="--prompt")
+        if prompt is None and prompt_file is None:
+            lab("assets", "the page that is read without --prompt")
+        command(prompt=prompt, prompt_file=prompt_file, **given)
 
-def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
-    """Refuse two prompts, or an empty one, before anything is loaded."""
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("give --prompt or --prompt-file, not both")
-    if prompt is not None and not prompt.strip():
-        raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
-    if prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that Python could not decode
-        raise click.BadParameter("this is not UTF-8 text", param_hint="--prompt")
-
-
-def check_defaults(model: str | None, prompt: str | None, prompt_file: Path | None) -> None:
-    """Say in one line where the model and the page that are taken without options are not installed, before anything is compiled."""
-    if model is None:
-        lab("assets", "the model that is taken without --model")
-    if prompt is None and prompt_file is None:
-        lab("assets", "the page that is read without --prompt")
+    return with_prompt
 
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
     """The tokens of the given text, with what the tokenizer puts around it."""
-    from kvdsl.generation.models import page, prompt_tokens, read_text
+    from kvdsl.generation.models import prompt_tokens
+    from kvdsl.generation.text import page, read_text
 
     text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
     return prompt_tokens(tokenizer, text)
@@ -78,29 +80,37 @@ def command(
       kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
     refuse_triton(backend)
-    check_prompt(prompt, prompt_file)
-    check_defaults(model, prompt, prompt_file)
-    import torch
+    written: list[str] = []
+    with status("kvdsl run") as tell:
+        tell("loading torch and the model")
+        from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
+        from kvdsl.generation.models import check_length, load_model
+        from kvdsl.generation.threads import use_threads
+        from kvdsl.loading import load
 
-    from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
-    from kvdsl.generation.models import check_length, load_model
-    from kvdsl.loading import load
-    from kvdsl.runtime.supplied import refuse_required
+        if told := use_threads(threads):
+            warning(told)
+        cache_class: Any = load(policy, **settings)
+        lm, tokenizer = load_model(model, dtype)
+        ids = prompt_ids(tokenizer, prompt, prompt_file)
+        check_length(lm, len(ids) + max_new_tokens)
+        full = None
+        if compare:
+            tell(f"reading {len(ids)} tokens and generating {max_new_tokens} with the full cache")
+            warm_up_full(lm, tokenizer, ids)
+            full = generate_full(lm, tokenizer, ids, max_new_tokens)
+        cache = cache_class(lm, backend=backend)
+        tell("getting the kernels ready")
+        warm_up(lm, tokenizer, ids, cache)
+        tell(f"reading {len(ids)} tokens and generating {max_new_tokens}")
 
-    if threads:
-        torch.set_num_threads(threads)
-    cache_class: Any = load(policy, **settings)
-    refuse_required(cache_class.spec, "`kvdsl run`")
-    lm, tokenizer = load_model(model, dtype)
-    ids = prompt_ids(tokenizer, prompt, prompt_file)
-    check_length(lm, len(ids) + max_new_tokens)
-    full = None
-    if compare:
-        warm_up_full(lm, tokenizer, ids)
-        full = generate_full(lm, tokenizer, ids, max_new_tokens)
-    cache = cache_class(lm, backend=backend)
-    warm_up(lm, tokenizer, ids, cache)
-    ours = generate(lm, tokenizer, ids, max_new_tokens, cache)
+        def write(text: str) -> None:
+            tell("")  # the text itself shows that something happens
+            written.append(text)
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+
+        ours = generate(lm, tokenizer, ids, max_new_tokens, cache, (), None if as_json or compare else write)
     result: dict[str, Any] = {"policy": cache_class.spec.stem, **_figures(ours), "full_cache_bytes": ours.full_cache_bytes}
     if full is not None:
         result["full"] = _figures(full)
@@ -108,23 +118,24 @@ def command(
     if as_json:
         print_json(result, dtype=str(lm.dtype).removeprefix("torch."))
     else:
-        _show(cache_class.spec.name, ours, full)
+        _show(cache_class.spec.name, ours, full, "".join(written))
 
 
 def _figures(found: Generated) -> dict[str, Any]:
     return {
         "text": found.text, "prompt_tokens": found.prompt_tokens, "new_tokens": len(found.tokens),
-        **found.times(), "cache_bytes": found.cache_bytes,
+        **found.times(), "cache_bytes": found.cache_bytes, "evicted": found.evicted,
     }  # fmt: skip
 
 
-def _show(name: str, ours: Generated, full: Generated | None) -> None:
+def _show(name: str, ours: Generated, full: Generated | None, written: str) -> None:
+    """What came of it; a text that was written while it came is only finished."""
     from rich.console import Console
 
     from kvdsl.generation.report import FULL, comparison, summary_line
 
     if full is None:
-        click.echo(ours.text)
+        click.echo(ours.text.removeprefix(written))
         click.secho(summary_line(name, ours), dim=True)
     else:
         console = Console(highlight=False)

@@ -12,8 +12,10 @@ from typing import Any
 import click
 
 from kvdsl.cli import completion
+from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import cache_options
 from kvdsl.errors import KvdslError
+from kvdsl.standard_input import is_named
 
 _STEP = 2048
 """Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short."""
@@ -31,10 +33,11 @@ _STEP = 2048
     help="Write the page of `kvdsl trace` of the next request into this file; of a later one when it is removed.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, and print the command in place of running it.")
+@json_option
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
 def command(
     model: str, policy: str, settings: dict[str, str], max_model_len: int | None, trace: Path | None, dry_run: bool,
-    more: tuple[str, ...],
+    as_json: bool, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Serve a model by vLLM's OpenAI-compatible server, with the cache of a policy.
 
@@ -50,9 +53,14 @@ def command(
         raise click.UsageError(
             "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
         )
+    if is_named(policy):
+        raise click.UsageError("vLLM's processes read the policy, and standard input once: give a file")
     words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:
-        click.echo(shlex.join(words))
+        if as_json:
+            print_json({"command": words})
+        else:
+            click.echo(shlex.join(words))
         return
     sys.stdout.flush()
     os.execv(words[0], words)

@@ -11,9 +11,10 @@ import click
 from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.errors import KvdslError
+from kvdsl.standard_input import is_named
 
 if TYPE_CHECKING:
-    from kvdsl.source import Combined
+    from kvdsl.source import SourceFile
 
 
 @click.command()
@@ -39,8 +40,9 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
     from kvdsl.syntax.reader import read
 
     found, sink = find_policy(policy), Sink()
-    if isinstance(found, Combined):
-        _show_combined(found, only_path, as_json)
+    if isinstance(found, Combined) or is_named(policy):
+        assert isinstance(found, SourceFile)
+        _show_unfiled(found, only_path, as_json)
         return
     source = found if isinstance(found, SourceFile) else read(found, sink, str(policy))
     path = Path(next(found.origins(found.span(0, 0))).file.name) if isinstance(found, SourceFile) else found
@@ -55,13 +57,13 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
         _print(source.text)
 
 
-def _show_combined(found: Combined, only_path: bool, as_json: bool) -> None:
+def _show_unfiled(found: SourceFile, only_path: bool, as_json: bool) -> None:
     """A policy that no file holds."""
     from kvdsl.compiler import file_text
 
     if only_path:
-        raise KvdslError(f"`{found.text}` lies in no file")
-    text = file_text(found)
+        raise KvdslError(f"`{found.name if is_named(found.name) else found.text}` lies in no file")
+    text = found.text if is_named(found.name) else file_text(found)
     if as_json:
         print_json({"name": found.stem, "path": None, "source": text})
     else:

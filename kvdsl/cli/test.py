@@ -22,6 +22,8 @@ from kvdsl.cli.common import (
     report,
 )
 from kvdsl.errors import KvdslError
+from kvdsl.source import SourceFile
+from kvdsl.standard_input import is_named
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
@@ -38,15 +40,16 @@ class FileRun:
 
 
 @click.command()
-@click.argument("files", metavar="[FILE...]", nargs=-1, shell_complete=completion.policies)
+@click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
 @click.option("-k", "expression", metavar="EXPR", default="",
               help="Only tests whose file and title contain EXPR; words may be joined by `and`, `or` and `not`.")  # fmt: skip
 @json_option
 def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
     """Run tests that are written in the language.
 
-    FILE is a file of tests, a .kv file with a `_test.kv` of its name beside it, a folder, or a policy that comes with kvdsl by
-    its name. Without any, all `*_test.kv` below the current folder are run, or, if there are none, those that come with kvdsl.
+    FILE is a file of tests, a .kv file with a `_test.kv` of its name beside it, a folder, `-` for standard input, or a policy that
+    comes with kvdsl by its name. Without any, all `*_test.kv` below the current folder are run, or, if there are none, those that come
+    with kvdsl.
 
     \b
     Examples:
@@ -71,16 +74,22 @@ def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
 # -- what to run -------------------------------------------------------------------------------------------------------
 
 
-def _files(names: tuple[str, ...]) -> list[Path]:
+def _files(names: tuple[str, ...]) -> list[Path | SourceFile]:
     """The files of tests that the names mean."""
     if names:
         return [path for name in names for path in _named(name)]
-    return list(_named(".")) or sorted(set(_shipped().values()))
+    return [*(list(_named(".")) or sorted(set(_shipped().values())))]
 
 
-def _named(name: str) -> Iterator[Path]:
+def _named(name: str) -> Iterator[Path | SourceFile]:
+    from kvdsl.compiler import find_policy
+
     path, shipped = Path(name), _shipped()
-    if path.is_dir():
+    if is_named(name):
+        found = find_policy(name)
+        assert isinstance(found, SourceFile)
+        yield found
+    elif path.is_dir():
         yield from (Path(below) for below in kv_files([name], tests=True) if below.endswith("_test.kv"))
     elif name in shipped:
         yield shipped[name]
@@ -88,9 +97,15 @@ def _named(name: str) -> Iterator[Path]:
         beside = path.with_name(f"{path.stem}_test.kv")
         yield beside if beside.is_file() else path
     else:
-        from kvdsl.compiler import find_policy
+        stem = find_policy(name).stem
+        raise KvdslError(_no_tests(stem, stem))
 
-        raise KvdslError(f"`{find_policy(name).stem}` has no tests")
+
+def _no_tests(name: str, stem: str) -> str:
+    return (
+        f'`{name}` has no tests: write them in `{stem}_test.kv` beside it, which begins with `import "{stem}.kv"`; `kvdsl new` writes a '
+        "policy with a test to begin with"
+    )
 
 
 def _shipped() -> dict[str, Path]:
@@ -101,14 +116,14 @@ def _shipped() -> dict[str, Path]:
     return {path.stem.removesuffix("_test"): path for path in paths} | {path.stem: path for path in paths}
 
 
-def _run(path: Path, expression: str) -> FileRun:
+def _run(path: Path | SourceFile, expression: str) -> FileRun:
     from kvdsl.compiler import analyse
     from kvdsl.scenarios.run import run_scenario
 
-    name = _shown(path)
+    name = path.name if isinstance(path, SourceFile) else _shown(path)
     analysis = analyse(path)
     if analysis.ok and not analysis.scenarios:
-        raise KvdslError(f"`{name}` has no tests")
+        raise KvdslError(_no_tests(name, path.stem))
     chosen = [scenario for scenario in analysis.scenarios if _matches(expression, f"{name} {scenario.title}")]
     return FileRun(name, tuple(map(run_scenario, chosen)) if analysis.ok else (), analysis.diagnostics)
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from kvdsl.abi import ABI, VERSION
 from kvdsl.emit.data import TENSORS
 from kvdsl.emit.environment import environment
+from kvdsl.emit.without import sentence
 from kvdsl.files import write_whole
 from kvdsl.lower.plan import PackagePlan
 
@@ -63,12 +64,15 @@ def _banner(plan: PackagePlan, source: str) -> str:
 
 
 def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:
+    refusals = {"cpu": plan.cpp_refusal, "triton": plan.triton_refusal}
+    without = {target: sentence(target, refusal, source) for target, refusal in refusals.items() if refusal}
     content = {
         "kvdsl": VERSION,
         "abi": ABI,
         "policy": plan.name,
         "source": origin,
         "source_sha256": _digest(source),
+        **({"without": without} if without else {}),
         "files": {name: _digest(content) for name, content in sorted(files.items())},
     }
     return json.dumps(content, indent=2) + "\n"

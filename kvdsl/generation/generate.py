@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Generated:
         token_ms: the time of every token after the first, in order.
         cache_bytes: what the cache occupies at the end.
         full_cache_bytes: what keys and values of every token would occupy.
+        evicted: whether a token has left; None of a cache that lets none go.
     """
 
     text: str
@@ -34,6 +35,7 @@ class Generated:
     token_ms: tuple[float, ...]
     cache_bytes: int
     full_cache_bytes: int
+    evicted: bool | None = None
 
     @property
     def tpot_ms(self) -> float:
@@ -50,30 +52,41 @@ _WARM_UP_TOKENS = 64
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when every token comes."""
+    """Notes when every token comes, and passes the text on that is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
         self.times: list[float] = []
+        self._tokenizer, self._write = tokenizer, write
+        self._tokens: list[int] = []
+        self._written = ""
 
     def put(self, value: Tensor) -> None:
         """The prompt first, then every token."""
         self.times.append(time.perf_counter())
+        if self._write is not None and len(self.times) > 1:
+            self._tokens += value.flatten().tolist()
+            text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            if text.startswith(self._written) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a letter
+                self._write(text[len(self._written) :])
+                self._written = text
 
     def end(self) -> None:
         """Nothing."""
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = ()
+    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = (),
+    write: Callable[[str], None] | None = None,
 ) -> Generated:  # fmt: skip
     """Greedy text after the prompt, through `model.generate`.
 
     Args:
         cache: of kvdsl or of transformers, empty.
         stop: tokens that end the text as the model's own end-of-text token does, except as its first token.
+        write: is given the text while it comes, piece by piece; the last letters may be missing.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
-    clock = _Clock()
+    clock = _Clock(tokenizer, write)
     with quiet(), torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), **with_cache(cache), max_new_tokens=new_tokens, do_sample=False,
@@ -84,6 +97,7 @@ def generate(
     return Generated(
         text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens, prompt_tokens=ids.shape[1],
         ttft_ms=ms[0], token_ms=tuple(ms[1:]), cache_bytes=cache_bytes(cache), full_cache_bytes=full_cache_bytes(cache),
+        evicted=_evicted(cache),
     )  # fmt: skip
 
 
@@ -137,6 +151,13 @@ def full_cache_bytes(cache: Any) -> int:
     if hasattr(cache, "full_bytes"):
         return int(cache.full_bytes())
     return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _evicted(cache: Any) -> bool | None:
+    """Whether a token has left any KV head of a cache; None where the policy bounds none, and of a cache that is not kvdsl's."""
+    states = [cache.layers[index].state for index in getattr(cache, "managed", ())]
+    live = [((state.position >= 0).sum(-1), state.seen) for state in states if state.allocated and state.spec.bounded]
+    return any(bool((held < seen[:, None]).any()) for held, seen in live) if live else None
 
 
 def _layer_bytes(layer: Any) -> int:

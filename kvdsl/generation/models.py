@@ -1,10 +1,9 @@
-"""Loading a model and the text that it is measured on."""
+"""Loading a model, and texts as its tokens."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,25 +79,6 @@ def quiet() -> Iterator[None]:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def read_text(path: Path | None) -> str:
-    """A text file, or the book that comes with kvdsl-lab.
-
-    Raises:
-        KvdslError: if the file is not UTF-8, or holds nothing.
-    """
-    if path is None:
-        from kvdsl.assets import book_text
-
-        return book_text()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise KvdslError(f"{path} is not UTF-8 text") from error
-    if not text.strip():
-        raise KvdslError(f"{path} is empty")
-    return text
-
-
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -145,19 +125,3 @@ def check_length(model: Any, tokens: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         raise KvdslError(f"{tokens} tokens are more than the {limit} that this model was made for; ask for fewer")
-
-
-_PAGE_CHARACTERS = 2800
-"""About a printed page and a half."""
-
-
-def page(number: int = 3) -> str:
-    """A page of the book that comes with kvdsl-lab, from the beginning of a sentence to the end of one."""
-    text = read_text(None)
-    start = _sentence_end(text, number * _PAGE_CHARACTERS)
-    return text[start : _sentence_end(text, start + _PAGE_CHARACTERS)].strip()
-
-
-def _sentence_end(text: str, at: int) -> int:
-    end = text.find(". ", at)
-    return len(text) if end < 0 else end + 1

@@ -24,8 +24,12 @@ def summary_line(name: str, found: Generated) -> str:
     """What a text cost, in one line."""
     return (
         f"{name}: {found.prompt_tokens} prompt tokens, {len(found.tokens)} new ones; first after {found.ttft_ms:.0f} ms, then "
-        f"{rate(found)} tokens a second; cache {size(found.cache_bytes)} (full: {size(found.full_cache_bytes)})"
+        f"{rate(found)} tokens a second; cache {_held(found)}"
+        + (f"; {NOTHING_LEFT}" if found.evicted is False else f" (full: {size(found.full_cache_bytes)})")
     )
+
+
+NOTHING_LEFT = "nothing was evicted yet, since the text is no longer than the budget"
 
 
 FULL = "full cache"
@@ -78,10 +82,16 @@ def figures(found: Mapping[str, Generated]) -> Any:
         table.add_row("first tokens in common", *blank,
                       *(f"{same_prefix(one.tokens, full.tokens)} of {len(full.tokens)}" for one in others.values()))  # fmt: skip
         table.add_row("words in common", *blank, *(f"{shared_words(one.text, full.text):.0%}" for one in others.values()))
+    waiting = [name for name, one in found.items() if one.evicted is False]
+    if waiting:
+        table.caption = f"{', '.join(waiting)}: {NOTHING_LEFT}."
     return table
 
 
-def _held(one: Generated, full: Generated | None) -> str:
+def _held(one: Generated, full: Generated | None = None) -> str:
+    """What a cache occupies, and which share of the full one that is; of one that has room left, what it holds."""
+    if one.evicted is False:
+        return f"{size(one.full_cache_bytes)} held, room for {size(one.cache_bytes)}"
     share = "" if full is None or one is full else f" ({one.cache_bytes / full.cache_bytes:.0%})"
     return size(one.cache_bytes) + share
 

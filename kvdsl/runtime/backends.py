@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch.backend import TorchBackend
+from kvdsl.warned import warn
 
 NAMES = ("auto", "cpu", "triton", "torch")
 
@@ -64,4 +63,4 @@ _warned: set[str] = set()
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, stacklevel=3)
+        warn(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,6 +148,14 @@ class PolicySpec:
         block = self.block if storage is None else slots_of_a_block(storage)
         cached = self.rope_cached if rope is None else keeps_halves(rope, self.name, compact=self.compact)
         return self.with_memory((block, cached))
+
+    def without(self, target: str) -> str:
+        """Why there are no kernels for `cpu` or `triton`, what that costs, and what to write instead, as the package's manifest says."""
+        try:
+            manifest = json.loads(self.cpu_source.with_name("manifest.json").read_text(encoding="utf-8"))
+            return str(manifest["without"][target])
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"there are no {'C++' if target == 'cpu' else 'Triton'} kernels in its package (`kvdsl explain` says why)"
 
     @property
     def memory(self) -> tuple[int | None, bool]:

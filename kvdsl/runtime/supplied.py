@@ -95,17 +95,3 @@ def missing(spec: PolicySpec, name: str, layer: int) -> str:
         f"`{spec.name}Cache(model, {name}=f)`, where `f(module, hidden_states)` returns a tensor [batch, KV heads or 1, new tokens]; call "
         f"`cache.give({layer}, {name}=x)` before the forward; or write a default in the policy, `input {name} = 0`"
     )
-
-
-def refuse_required(spec: PolicySpec, what: str) -> None:
-    """Raise KvdslError where nobody can give what the policy cannot do without.
-
-    Args:
-        what: who asks, as the subject of a sentence.
-    """
-    wanted = [name for name, default in spec.supplied if default is None]
-    if wanted:
-        raise KvdslError(
-            f"{what} gives a policy nothing, and {spec.name} needs `{wanted[0]}` from its caller: write a default in the policy, "
-            f"`input {wanted[0]} = 0`, or give it in Python, `{spec.name}Cache(model, {wanted[0]}=f)`"
-        )

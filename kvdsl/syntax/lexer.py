@@ -149,6 +149,10 @@ def _explained(source: SourceFile, at: int, sink: Sink) -> bool:
     return explained is not None
 
 
+_LONGEST = 64
+"""Letters of a word before a stray one that are looked at."""
+
+
 def _stray_end(text: str, at: int) -> int:
     stray = _STRAY.match(text, at)
     return at + 1 if stray is None else stray.end()
@@ -165,7 +169,9 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
         straight = offer(f'write `"{quoted[1]}"`') if not set(quoted[1]) & set('"`') else None
         sink.report(codes.CHARACTER, source.span(at, quoted.end()), "strings stand in straight quotes", straight)
         return quoted.end()
-    span, char = source.span(at, end), text[at]
+    char = text[at]
+    begins = re.search(r"\w*\Z", text[max(0, at - _LONGEST) : at]) if char.isalpha() else None
+    span = source.span(at - (len(begins[0]) if begins else 0), end)
     if char.isalpha():
         rule = "names consist of the ASCII letters, digits and `_`"
         ascii = _ascii(span.text)
@@ -185,7 +191,7 @@ def _ascii(name: str) -> str | None:
         words = unicodedata.name(char, "").split()
         parts.append(plain if plain.isascii() else words[-1].lower() if words[:1] == ["GREEK"] else char)
     made = "".join(parts)
-    return made if made.isascii() and made.isidentifier() else None
+    return made if made.isascii() and made.isidentifier() and made not in ("and", "or", "not") else None
 
 
 def _around(text: str, at: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from lark import Token
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, did_you_mean, listed, printable
-from kvdsl.helps import add, instead, leave_out, offer
+from kvdsl.helps import add, instead, leave_out, offer, prefix
 from kvdsl.reference import NO_NUMBERS, VECTORS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import forms, habits
@@ -77,7 +77,7 @@ def ends_in_operator(last: Token) -> bool:
 
 def explain(stuck: Stuck) -> Explanation:
     """The code, place, message, help and labels for an unexpected token."""
-    for case in (_unclosed, _stray_bracket, _form, _statement, _operator, _docstring):
+    for case in (_unclosed, _stray_bracket, _next_statement, _form, _statement, _operator, _docstring):
         explanation = case(stuck)
         if explanation is not None:
             return explanation
@@ -145,6 +145,24 @@ def _form(stuck: Stuck) -> Explanation | None:
         return None
     span, message, help = explained
     return codes.SYNTAX, span, message, help, ()
+
+
+def _next_statement(stuck: Stuck) -> Explanation | None:
+    """A statement right behind another one that is whole."""
+    from kvdsl.reference import STATEMENTS, first_word
+
+    begins = {"use", "set", "prompt", "attend", "expect", *map(first_word, STATEMENTS)} - {
+        "policy",
+        "test",
+        "import",
+        "budget",
+    }  # which expressions name
+    if "_SEP" not in stuck.accepts or stuck.at == stuck.begin or str(stuck.token) not in begins:
+        return None
+    if stuck.clause is not None:
+        return codes.SYNTAX, stuck.span, f"expected `,` before `{stuck.token}`", prefix("write `,` between clauses", ","), ()
+    help = prefix("write `;` between statements, or begin a new line", ";")
+    return codes.SYNTAX, stuck.span, f"expected a new line or `;` before `{stuck.token}`", help, ()
 
 
 def _statement(stuck: Stuck) -> Explanation | None:

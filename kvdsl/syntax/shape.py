@@ -33,6 +33,7 @@ class _Shaper:
     def __init__(self, source: SourceFile, parsed: Parsed, sink: Sink) -> None:
         self.source, self.parsed, self.sink = source, parsed, sink
         self.depth = 0
+        self.too_deep = False
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -200,13 +201,19 @@ class _Shaper:
     def _expr(self, child: Child) -> syn.Expr:
         if self.depth >= MAX_DEPTH:
             span = self._span(_tree(child))
-            self.sink.report(codes.TOO_DEEP, span, f"the expression is nested more than {MAX_DEPTH} deep")
+            if not self.too_deep:
+                text = span.file.text[: span.start].rpartition("\n")[2]
+                nested = text.count("(") - text.count(")") >= MAX_DEPTH // 2
+                much = f"is nested more than {MAX_DEPTH} deep" if nested else f"has more than {MAX_DEPTH} operators in a row"
+                self.sink.report(codes.TOO_DEEP, span, f"the expression {much}")
+            self.too_deep = True
             return syn.Broken(span)
         self.depth += 1
         try:
             return self._expr_of(_tree(child))
         finally:
             self.depth -= 1
+            self.too_deep = self.too_deep and self.depth > 0
 
     def _expr_of(self, tree: Tree[Token]) -> syn.Expr:
         span, children = self._span(tree), tree.children

@@ -220,8 +220,9 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 
 def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_tokens: int) -> None:
     from kvdsl.generation.generate import generate_full, warm_up_full
-    from kvdsl.generation.models import page, prompt_tokens
+    from kvdsl.generation.models import prompt_tokens
     from kvdsl.generation.report import FULL, comparison
+    from kvdsl.generation.text import page
 
     text = page()
     prompt = prompt_tokens(tokenizer, text)

@@ -12,9 +12,11 @@ from transformers import DynamicCache
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
+from kvdsl_lab.assets import reference_model_path
 from kvdsl_lab.bench import generate, measure
-from kvdsl_lab.bench.contenders import NATIVE, RECOMPUTE, STATIC, Contender, contenders
+from kvdsl_lab.bench.contenders import Contender, contenders
 from kvdsl_lab.bench.generate import Times, bench_generate
+from kvdsl_lab.bench.names import NATIVE, RECOMPUTE, STATIC
 from kvdsl_lab.bench.shapes import SHAPES, parse_shape, shaped_model
 from kvdsl_lab.bench.texts import Text
 from kvdsl_lab.eval.caches import Policies
@@ -220,13 +222,13 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--shape", "tiny", "--model", "x"), "--model or --shape"),
+        (("--shape", "tiny", "--model", str(reference_model_path())), "--model or --shape"),
         (("--shape", "huge"), "there is no shape `huge`"),
         (("--shape", "tiny", "--text", __file__), "random tokens"),
         (("--shape", "tiny", "--prompt-tokens", "5000"), "more than the 4096"),
         (("--shape", "tiny", "--policies", ","), "no policy is named"),
         (("--shape", "tiny", "--policies", "roco,shift:roco"), "written for h2o, equip_h2o"),
-        (("--shape", "tiny", "--policies", "fresh:nothing"), "not for `nothing`"),
+        (("--shape", "tiny", "--policies", "fresh:nothing"), "there is no policy `nothing`"),
         (("--shape", "tiny", "--policies", "static,h2o", "--share-prompt"), "leave `static` out"),
         (("--shape", "tiny", "--policies", "kvpress:SnapKVPress"), "needs kvpress, which is not installed"),
     ],

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvdsl.environment import version
-from kvdsl.generation.models import load_model, read_text, windows
+from kvdsl.generation.models import load_model, windows
+from kvdsl.generation.text import read_text
 from kvdsl.loading import load
 from kvdsl_lab.eval.perplexity import perplexities
 

@@ -14,7 +14,8 @@ from torch import Tensor
 import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.errors import KvdslError
-from kvdsl.generation.models import encode, page
+from kvdsl.generation.models import encode
+from kvdsl.generation.text import page
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench import shifting
 from kvdsl_lab.bench.shifting import ShiftedCache, rule, twin

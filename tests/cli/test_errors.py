@@ -148,7 +148,8 @@ def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.C
     assert not served["cpu"]
     result = run(capsys, "build", path, "--target", "cpu")
     assert result.code == 2
-    assert "`mine` has no C++ kernels (`kvdsl explain` says why)" in result.err
+    assert "there are no C++ kernels for `median over slots` (line" in result.err
+    assert "to have them, write `mean`" in result.err and "2.5 times" in result.err
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")

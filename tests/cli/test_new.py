@@ -55,5 +55,5 @@ def test_nothing_is_overwritten(capsys: Capture) -> None:
 def test_names_that_no_policy_can_have(capsys: Capture, name: str) -> None:
     result = run(capsys, "new", name)
     assert (result.code, result.out) == (2, "")
-    assert "help: choose another name" in result.err
+    assert "choose another name" in result.err
     assert list(Path().iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvdsl.generation.models import read_text
+from kvdsl.generation.text import read_text
 from kvdsl.policies import RoCoCache
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import load_reference_model, reference_model_path

@@ -12,7 +12,9 @@ from kvdsl.cli import main
 from kvdsl.cli.run import prompt_ids
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import Generated
-from kvdsl.generation.models import load_model, page, read_text
+from kvdsl.generation.models import load_model
+from kvdsl.generation.report import size
+from kvdsl.generation.text import page, read_text
 from kvdsl_lab import demo
 from kvdsl_lab.cli.eval import command as evaluate
 
@@ -111,7 +113,43 @@ def test_run_for_people(capsys, tiny):
     assert main(words) == 0
     assert "tokens a second" in capsys.readouterr().out
     assert main([*words, "--compare"]) == 0
-    assert "first tokens in common" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "first tokens in common" in shown and "room for" in shown
+    words[-1] = "budget=4"
+    assert main([*words, "--compare"]) == 0
+    shown = capsys.readouterr().out
+    assert "%)" in shown and "room for" not in shown
+
+
+def test_a_policy_without_kernels_is_told_in_a_line(capsys, tiny, tmp_path):
+    file = tmp_path / "middling.kv"
+    score = "position * 1 - median(position over slots)"
+    file.write_text(f'kv 1\n\npolicy Middling {{\n  "Mine."\n  param budget = 4\n  score {score}\n}}\n')
+    assert main(["run", str(file), "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "torch backend" in line]
+    assert lines == [line for line in lines if line.startswith("warning: `middling` runs on the torch backend: ")]
+    assert len(lines) == 1 and f"(line 6: `score {score}`)" in lines[0] and "write `mean`" in lines[0]
+
+
+def test_a_text_that_is_shorter_than_the_budget(capsys, tiny):
+    """What is held and what there is room for, and no share of the full cache that is a hundred times as large."""
+    words = ["run", "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3", "--backend", "torch"]
+    assert main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["evicted"] is False and data["cache_bytes"] > 10 * data["full_cache_bytes"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert (
+        f"cache {size(data['full_cache_bytes'])} held, room for {size(data['cache_bytes'])}; nothing was evicted yet"
+        in shown
+    )
+    assert main([*words, "--compare"]) == 0
+    shown = capsys.readouterr().out
+    assert "RoCo: nothing was evicted yet" in shown and "%)" not in shown
+    assert main([*words, "--json", "--policy", "full"]) == 0
+    assert json.loads(capsys.readouterr().out)["evicted"] is None
+    assert main([*words, "--json", "--set", "budget=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["evicted"] is True
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
 from kvdsl.generation.models import encode, windows
 from kvdsl_lab.eval import fidelity, perplexity, retrieval
-from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
+from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.names import parse_budgets, parse_policies
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvdsl.generation.models import windows
-from kvdsl_lab.bench.contenders import NATIVE, contenders
+from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.generate import bench_generate
+from kvdsl_lab.bench.names import NATIVE
 from kvdsl_lab.cli import measuring
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.perplexity import perplexities

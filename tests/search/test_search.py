@@ -27,7 +27,8 @@ from tests.cli.harness import run
 @pytest.fixture(scope="module")
 def text() -> Recorded:
     from kvdsl import load_model
-    from kvdsl.generation.models import read_text, windows
+    from kvdsl.generation.models import windows
+    from kvdsl.generation.text import read_text
 
     model, tokenizer = load_model()
     return recorded(model, windows(tokenizer, read_text(None), 80, 2), 99)
@@ -69,7 +70,8 @@ def test_the_next_tokens_distribution(deep: int, monkeypatch: pytest.MonkeyPatch
         "kvdsl_lab.search.judge.cache_folder_at", lambda _: nullcontext()
     )  # the driver is built there already
     from kvdsl import load_model
-    from kvdsl.generation.models import read_text, windows
+    from kvdsl.generation.models import windows
+    from kvdsl.generation.text import read_text
 
     model, tokenizer = load_model()
     ids, budget = windows(tokenizer, read_text(None), 40, 2), 8
@@ -92,7 +94,8 @@ def test_behind_a_long_prompt(text: Recorded, monkeypatch: pytest.MonkeyPatch) -
     """A window sees the newest, and the prompt's end is there when the first token behind it is read; nothing is lost within it."""
     monkeypatch.setitem(TASKS, "prompt", Task(4, 6))
     from kvdsl import load_model
-    from kvdsl.generation.models import read_text, windows
+    from kvdsl.generation.models import windows
+    from kvdsl.generation.text import read_text
 
     model, tokenizer = load_model()
     case, window = Case("prompt", 16), seeds()["window"]

@@ -4,6 +4,8 @@ import pytest
 
 from tests.diagnostics.expect import body, check, expect, expect_in, only
 
+ONE_LINE = "write `;` between statements, or begin a new line"
+
 
 @pytest.mark.parametrize(
     ("statement", "message", "at", "help"),
@@ -16,6 +18,9 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
             "first",
             "its form is `keep first expr`, `keep last expr`, `keep top expr by expr` or `keep where expr`",
         ),
+        ("param x = 3 score age", "expected a new line or `;` before `score`", "score", ONE_LINE),
+        ("score age keep last 2", "expected a new line or `;` before `keep`", "keep", ONE_LINE),
+        ("when prefill cap hard", "expected a new line or `;` before `cap`", "cap", ONE_LINE),
         ("param x 3", "`param` takes `=`", "param x 3", "write `param x = 3`"),
         ("param 3 = 4", "expected a name, not `3`", "3", "its form is `param NAME = expr [in range]`"),
         ("score age = 3", "`=` does not compare", "=", "write `==`"),
@@ -162,7 +167,7 @@ def test_a_policy_inside_a_policy() -> None:
         ("keep where age ≥ 3", "unexpected character `≥` (U+2265)", "≥", "write `>=`"),
         ("keep where age > 1 && age < 3", "unexpected character `&`", "&&", "write `and`"),
         ("score age ^ 2", "unexpected character `^`", "^", "write `**`"),
-        ("param größe = 3", "`öße` is not a name", "öße", "names consist of the ASCII letters, digits and `_`"),
+        ("param größe = 3", "`größe` is not a name", "größe", "names consist of the ASCII letters, digits and `_`"),
         ("score age $ 3", "unexpected character `$`", "$", None),
     ],
 )
@@ -213,6 +218,8 @@ def test_numbers() -> None:
 
 def test_nesting_is_limited() -> None:
     found = only(body("param budget = 512", "score " + "-" * 200 + "age"), "KV0107")
+    assert found.message == "the expression has more than 100 operators in a row"
+    found = only(body("param budget = 512", "score " + "abs(" * 200 + "age" + ")" * 200), "KV0107")
     assert found.message == "the expression is nested more than 100 deep"
     assert check(body("param budget = 512", "score " + "(" * 5_000 + "age" + ")" * 5_000)).ok
 
@@ -220,3 +227,11 @@ def test_nesting_is_limited() -> None:
 def test_errors_are_limited() -> None:
     assert len(check(body(*["scor x"] * 5_000)).diagnostics) < 60
     assert len(check(body("param budget = 1", *(f"let a{i} = x{i} + y{i}" for i in range(250)))).diagnostics) <= 60
+
+
+def test_steps_and_clauses_on_one_line() -> None:
+    text = 'kv 2\nimport h2o\ntest "a" {\n  use H2O set budget = 3\n}\n'
+    (found,) = check(text).diagnostics
+    assert (found.message, found.help) == ("expected a new line or `;` before `set`", ONE_LINE)
+    found = only("kv 2\nimport h2o\npolicy P = H2O with when prefill keep last 3\n", "KV0101")
+    assert (found.message, found.help) == ("expected `,` before `keep`", "write `,` between clauses")

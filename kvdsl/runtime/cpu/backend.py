@@ -53,7 +53,7 @@ class CpuBackend:
         if dtype not in _DTYPES:
             raise KvdslError(f"the cpu backend knows float32, bfloat16 and float16, not {dtype}")
         if not spec.cpu_source.exists():
-            raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain` says why)")
+            raise KvdslError(spec.without("cpu"))
         library = _library(spec.cpu_source, spec.stem)
         self.served = graph.enlist(self, spec, dtype)
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")

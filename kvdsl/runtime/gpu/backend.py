@@ -73,7 +73,7 @@ class TritonBackend:
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         check_release()
         if not spec.triton_source.exists():
-            raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why)")
+            raise KvdslError(spec.without("triton"))
         if device.type != "cuda" and not interpreted():
             raise KvdslError(
                 f"the triton backend needs tensors on a GPU, not on {device} (or TRITON_INTERPRET=1, to try it out)"

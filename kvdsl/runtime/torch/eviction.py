@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from kvdsl.runtime.torch.settle import (
     shared_order,
 )
 from kvdsl.runtime.torch.view import View, slots_view
+from kvdsl.warned import warn
 
 _Noted = TypeVar("_Noted", Protection, Ballot)
 
@@ -347,7 +347,7 @@ def _say_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None
     if "protected" not in warned:
         warned.add("protected")
         row, head = over.nonzero()[0].tolist()
-        warnings.warn(_too_many(held, row, int(count[row, head]), int(room[row, head])), stacklevel=2)
+        warn(_too_many(held, row, int(count[row, head]), int(room[row, head])))
 
 
 def _keeps_all(held: Held) -> bool:

@@ -9,23 +9,9 @@ from typing import Any
 
 from kvdsl.budget import tokens_of
 from kvdsl_lab.bench import presses, shifting
+from kvdsl_lab.bench.names import FRESH, KVPRESS, NATIVE, RECOMPUTE, SHIFT, STATIC, plain, policies_among
 from kvdsl_lab.bench.texts import Pressed, Recomputed, Text
 from kvdsl_lab.eval.caches import Policies
-
-NATIVE = "transformers"
-"""The name of transformers' own growing cache, with the model's own attention."""
-
-STATIC = "static"
-"""The name of transformers' cache that has room for the whole text from the start, with the model's own attention."""
-
-RECOMPUTE = "recompute"
-"""The name of a window of `budget` tokens that is computed anew for every token, without a cache."""
-
-SHIFT, FRESH = "shift:", "fresh:"
-"""Before a policy's name: its rule with a cache that is shifted for every token, done well or as published (`kvdsl_lab.bench.shifting`)."""
-
-KVPRESS = "kvpress:"
-"""Before the name of a press: it leaves `budget` tokens of the prompt, and those that are generated stay."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +62,10 @@ def contenders(
     """
     for name in names:
         if name.startswith((SHIFT, FRESH)):
-            shifting.check_served(_plain(name))
+            shifting.check_served(plain(name))
         elif name.startswith(KVPRESS):
             presses.check_press(name.removeprefix(KVPRESS))
-    policies = Policies(list(dict.fromkeys(_plain(name) for name in names if _is_policy(name))), settings, backend)
+    policies = Policies(policies_among(names), settings, backend)
     own = list(policies.pairs(budgets))
     twin = shifting.twin(model) if any(name.startswith((SHIFT, FRESH)) for name in names) else None
 
@@ -94,8 +80,8 @@ def contenders(
             press = name.removeprefix(KVPRESS)
             yield from (Contender(name, budget, partial(_growing, model), press=press) for budget in budgets)
         elif name.startswith((SHIFT, FRESH)):
-            spec, fresh = policies.classes[_plain(name)].spec, name.startswith(FRESH)
-            for budget in (budget for policy, budget in own if policy == _plain(name)):
+            spec, fresh = policies.classes[plain(name)].spec, name.startswith(FRESH)
+            for budget in (budget for policy, budget in own if policy == plain(name)):
                 make = partial(shifting.ShiftedCache, twin, spec, {"budget": budget}, fresh=fresh)
                 yield Contender(name, budget, make, model=twin)
         else:
@@ -106,16 +92,6 @@ def contenders(
             )
 
     return [one for name in names for one in made(name)]
-
-
-def _is_policy(name: str) -> bool:
-    """Whether the name is a policy's, be it one that is to be shifted."""
-    return name not in (NATIVE, STATIC, RECOMPUTE) and not name.startswith(KVPRESS)
-
-
-def _plain(name: str) -> str:
-    """The policy's name, where it is to be shifted as well."""
-    return name.removeprefix(SHIFT).removeprefix(FRESH)
 
 
 def _growing(model: Any) -> Any:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.asked import settled
 from kvdsl.cli.common import json_option, print_json
-from kvdsl.cli.options import BACKENDS, cache_options, policies_option, policy_options, refuse_triton
+from kvdsl.cli.options import BACKENDS, cache_options, policies_option, policy_options, refuse_missing, refuse_triton
+from kvdsl_lab.bench.names import policies_among
 from kvdsl_lab.cli.generate import generate
+from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 if TYPE_CHECKING:
     from kvdsl.runtime.spec import PolicySpec
@@ -65,19 +68,17 @@ def on_one_layer(
         @json_option
         @wraps(measure)
         def with_spec(policy: str, backend: str, threads: int | None, settings: dict[str, str], **given: Any) -> None:
-            refuse_triton(backend)
             if "budget" in settings and not given_budget:
                 raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
+            refuse_missing("torch")
+            refuse_triton(backend)
             import torch
 
             from kvdsl.loading import load
-            from kvdsl.runtime.supplied import refuse_required
 
             if threads:
                 torch.set_num_threads(threads)
-            spec = load(policy, **settings).spec
-            refuse_required(spec, "`kvdsl bench`")
-            measure(spec=spec, backend=backend, **given)
+            measure(spec=load(policy, **settings).spec, backend=backend, **given)
 
         return with_spec
 
@@ -214,13 +215,14 @@ def host(
       kvdsl bench host
       kvdsl bench host --policies transformers,tova,snapkv --budgets 64 --dtype bf16 --json
     """
+    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
+    settled(policies_among(names), settings, ASKER)
+    refuse_missing("torch")
     refuse_triton(backend)
     from kvdsl.cli.progress import progress
     from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.host import WARMUP, bench_host, narrow_model
-    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
 
-    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
     model = narrow_model(shape, dtype, seed)
     wanted = contenders(names, settings, sizes, model, backend)
     with progress("host", WARMUP + new_tokens) as tick:

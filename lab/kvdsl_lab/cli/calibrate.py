@@ -86,12 +86,13 @@ def command(
       kvdsl calibrate duo.kv --model smollm2 --text book.txt --tokens 8192
       kvdsl calibrate mine.kv --tensor w=q-filters --model smollm2 -o numbers/
     """
-    from kvdsl.cli.progress import progress
     from kvdsl.compiler import analyse, find_policy
+
+    found = analyse(find_policy(policy)).policy
+    from kvdsl.cli.progress import progress
     from kvdsl_lab.calibrate import files, request, run
     from kvdsl_lab.calibrate.statistics import statistics
 
-    found = analyse(find_policy(policy)).policy
     wanted = request.wanted(found, chosen, statistics(sinks, recent, channels))
     if tokens < length:
         raise click.UsageError(

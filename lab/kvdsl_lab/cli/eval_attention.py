@@ -9,6 +9,7 @@ import click
 from kvdsl.budget import is_rate
 from kvdsl.errors import KvdslError
 from kvdsl_lab.cli.measuring import Measured, model_and_text, names, show, tell
+from kvdsl_lab.eval.names import parse_budgets
 
 
 @click.command()
@@ -35,11 +36,11 @@ def consistency(scores: str, budgets: str, length: int, stretches: int, as_json:
     Example:
       kvdsl eval consistency --budgets 0.3,0.5 --length 512
     """
+    wanted, rates = names(scores), _rates(budgets)
     begun = Measured(**given)
     from kvdsl.cli.progress import progress
     from kvdsl_lab.eval import consistency as measuring
 
-    wanted, rates = names(scores), _rates(budgets)
     ids = begun.stretches(length, stretches)
     with progress("consistency", measuring.steps(length, wanted, rates)) as tick:
         rows = measuring.consistencies(begun.model, ids, wanted, rates, backend=begun.backend, tick=tick)
@@ -52,8 +53,6 @@ def consistency(scores: str, budgets: str, length: int, stretches: int, as_json:
 
 
 def _rates(text: str) -> list[float]:
-    from kvdsl_lab.eval.caches import parse_budgets
-
     found = parse_budgets(text)
     if not all(is_rate(rate) and rate < 1 for rate in found):
         raise KvdslError(f"`{text}`: budgets are rates of a stretch here, below 1, for example 0.3,0.5")

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.asked import settled
 from kvdsl.budget import spelled
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policies_option, refuse_triton
+from kvdsl_lab.bench.names import policies_among
+from kvdsl_lab.cli.measuring import text_option
+from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,8 +33,7 @@ if TYPE_CHECKING:
 @model_option
 @click.option("--shape", metavar="NAME[:LAYERS]",
               help="Instead of a model, one with random weights: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip
-@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="What the prompts are taken from [default: the book that ships with kvdsl-lab].")  # fmt: skip
+@text_option
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate after it.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
@@ -68,7 +71,6 @@ def generate(
       kvdsl bench generate --policies transformers,kvpress:SnapKVPress,snapkv --budgets 512 --prompt-tokens 2048
       kvdsl bench generate --policies shift:equip_h2o,equip_h2o --shape llama-2-7b:2 --batch 8 --share-prompt --prompt-tokens 256
     """
-    refuse_triton(backend)
     if model is not None and shape is not None:
         raise click.UsageError("give --model or --shape, not both")
     if shape is not None and text is not None:
@@ -77,17 +79,18 @@ def generate(
         raise click.UsageError(
             "transformers cannot share what a static cache has read: leave `static` out, or --share-prompt"
         )
+    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
+    settled(policies_among(names), settings, ASKER)
+    refuse_triton(backend)
     import torch
 
     from kvdsl.cli.progress import progress
     from kvdsl.generation.models import check_length
     from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.generate import bench_generate, steps
-    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
 
     if threads:
         torch.set_num_threads(threads)
-    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
     prompts = 1 if share_prompt else batch
     loaded, ids = (
         _random(shape, dtype, prompts, prompt_tokens, seed) if shape else _read(model, text, dtype, prompts, prompt_tokens)
@@ -122,7 +125,8 @@ def _random(shape: str, dtype: str | None, batch: int, length: int, seed: int) -
 
 def _read(model: str | None, text: Path | None, dtype: str | None, batch: int, length: int) -> tuple[Any, Tensor]:
     """A model, and prompts evenly over the text."""
-    from kvdsl.generation.models import load_model, read_text, windows
+    from kvdsl.generation.models import load_model, windows
+    from kvdsl.generation.text import read_text
 
     loaded, tokenizer = load_model(model, dtype)
     return loaded, windows(tokenizer, read_text(text), length, batch)

@@ -9,9 +9,11 @@ from typing import Any
 
 import click
 
+from kvdsl.asked import settled
 from kvdsl.cli.common import FORMAT_VERSION, json_option
 from kvdsl.cli.options import BACKENDS, dtype_option, memory_options, model_option, policies_option, refuse_triton
 from kvdsl_lab.cli.measuring import names, quick_option, text_option
+from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 
 @click.command()
@@ -83,26 +85,27 @@ def command(
       kvdsl leaderboard --model smollm2 --dtype bf16 --items 20 --minutes 300
       kvdsl leaderboard --model smollm2 --policies h2o,roco,mine.kv --tasks books,chat --same-bytes --claim mine.kv
     """
+    wanted, claiming = (
+        [name for part in parse_policies(given) for name in names_of_policies(part)] if given else []
+        for given in (policies, claim)
+    )
+    policy_names = tuple(dict.fromkeys(["full", *wanted, *claiming]))
+    settled(policy_names, memory, ASKER)
+    budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
     refuse_triton(backend)
     import os
 
     from kvdsl.cli.progress import progress
     from kvdsl.environment import environment
     from kvdsl.files import write_whole
-    from kvdsl.generation.models import check_length, read_text
+    from kvdsl.generation.models import check_length
+    from kvdsl.generation.text import read_text
     from kvdsl_lab.assets import all_books
-    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
     from kvdsl_lab.leaderboard import report, run, summary
     from kvdsl_lab.leaderboard.claim import compare
     from kvdsl_lab.leaderboard.tasks import chosen
 
-    wanted, claiming = (
-        [name for part in parse_policies(given) for name in names_of_policies(part)] if given else []
-        for given in (policies, claim)
-    )
     book = all_books() if text is None else read_text(text)
-    policy_names = tuple(dict.fromkeys(["full", *wanted, *claiming]))
-    budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
     plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes, tuple(memory.items()))
     todo = chosen(None if tasks is None else names(tasks))
     bench = run.Bench(plan)

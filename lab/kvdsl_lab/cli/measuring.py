@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.asked import settled
 from kvdsl.budget import spelled
-from kvdsl.cli.common import json_option, print_json
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+from kvdsl.cli.common import json_option, print_json, warning
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton, texts
+from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 if TYPE_CHECKING:
     from kvdsl_lab.eval.caches import Policies
 
-text_option = click.option(
-    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A text file [default: the book that ships with kvdsl-lab].",
-)  # fmt: skip
+
+def text_option(command: Any) -> Any:
+    """`--text`, given to the command as `text: Path | None`: a file that has been looked at."""
+    option = click.option(
+        "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
+        help="A text file [default: the book that ships with kvdsl-lab].",
+    )  # fmt: skip
+    return option(texts("text")(command))
 
 
 def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,12 +58,12 @@ class Measured:
 
     def __init__(self, model: str | None, text: Path | None, backend: str, threads: int | None, dtype: str | None) -> None:
         refuse_triton(backend)
-        import torch
+        from kvdsl.generation.models import load_model
+        from kvdsl.generation.text import read_text
+        from kvdsl.generation.threads import use_threads
 
-        from kvdsl.generation.models import load_model, read_text
-
-        if threads:
-            torch.set_num_threads(threads)
+        if told := use_threads(threads):
+            warning(told)
         self.backend = backend
         self.text = read_text(text)
         self.model, self.tokenizer = load_model(model, dtype)
@@ -78,12 +84,13 @@ class Setting(Measured):
     """What an evaluation of policies begins with."""
 
     def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
-        from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
-
         if settings.keys() & {"budget", "ratio"}:
             raise click.UsageError("budgets are given by --budgets here, and not by --set")
-        self.budgets = parse_budgets(budgets)
-        self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
+        self.budgets, names = parse_budgets(budgets), parse_policies(policies)
+        settled(names, settings, ASKER)
+        from kvdsl_lab.eval.caches import Policies
+
+        self.policies: Policies = Policies(names, settings, given["backend"])
         super().__init__(**given)
         self.pairs = len(list(self.policies.pairs(self.budgets)))
 

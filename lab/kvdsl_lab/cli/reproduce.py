@@ -11,7 +11,7 @@ import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
-from kvdsl_lab.cli.measuring import names
+from kvdsl_lab.cli.measuring import names, text_option
 from kvdsl_lab.reproduce import PAPERS
 
 _LIST = "\n".join(f"  {name:<9}{line}" for name, line in PAPERS.items())
@@ -38,8 +38,7 @@ Examples:
 @click.argument("paper", type=click.Choice(list(PAPERS)))
 @click.option("--quick", is_flag=True, help="Toy sizes: about a minute, to see how it works.")
 @model_option
-@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="What the model reads [default: the book that ships with kvdsl-lab].")  # fmt: skip
+@text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
               help="Folder for the results.")  # fmt: skip
 @click.option("--only", metavar="A,B", help="Experiments to run [default: all; an unknown name lists them].")

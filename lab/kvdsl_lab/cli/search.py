@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option
-from kvdsl.cli.options import dtype_option, model_option
+from kvdsl.cli.options import dtype_option, model_option, texts
 from kvdsl_lab.cli.measuring import text_option, whole_numbers
 
 PROOF_SHARE = 1 / 3
@@ -48,9 +48,10 @@ PROOF_SHARE = 1 / 3
     "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
 )
 @click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
-@click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+@click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True), metavar="FILE",
               help="Choose the finalists among the best by another text, however long that takes "
                    "[default: by what is searched on].")  # fmt: skip
+@texts("choice")
 @click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Of unseen text, for the proof.")
 @model_option
 @text_option

@@ -9,7 +9,7 @@ import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option, print_json
 from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton
-from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
+from kvdsl.cli.run import prompt_ids, prompt_options
 
 
 @click.command()
@@ -40,10 +40,9 @@ def command(
       kvdsl trace roco --set budget=128 --out roco.html
       kvdsl trace h2o --set budget=64 --chunk 1 --max-new-tokens 1 --prompt-file chapter.txt
     """
-    refuse_triton(backend)
-    check_prompt(prompt, prompt_file)
     if not out.parent.is_dir():  # before the text, which takes a while
         raise click.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    refuse_triton(backend)
     from kvdsl.cli.progress import progress
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.environment import environment
@@ -51,11 +50,9 @@ def command(
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.ir.printer import print_expression
     from kvdsl.loading import load
-    from kvdsl.runtime.supplied import refuse_required
     from kvdsl_lab.eval import trace as tracing
 
     cache_class: Any = load(policy, **settings)
-    refuse_required(cache_class.spec, "`kvdsl trace`")
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kvdsl.asked import refuse_required
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl.runtime.supplied import refuse_required
 
 try:
     from lm_eval.api.registry import register_model
@@ -66,7 +66,7 @@ class KvdslLM(HFLM):
     ) -> None:  # fmt: skip
         self.policy, self.kv_backend, self.tail = policy, kv_backend, tail
         self.cache_class: Any = load(policy)
-        refuse_required(self.cache_class.spec, "the harness")
+        refuse_required(self.cache_class.spec.name, self.cache_class.spec.supplied, "the harness")
         self.params = {name: given.pop(name) for name in self.cache_class.spec.params if name in given}
         if not isinstance(tail, int) or tail < 0:
             raise KvdslError(f"`tail` is a number of tokens, and `{tail}` is none")

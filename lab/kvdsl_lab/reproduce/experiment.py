@@ -64,7 +64,7 @@ class Setup:
     @cached_property
     def text(self) -> str:
         """What the model reads."""
-        from kvdsl.generation.models import read_text
+        from kvdsl.generation.text import read_text
 
         return read_text(self.text_file)
 

@@ -101,7 +101,8 @@ class Material:
         Raises:
             KvdslError: if a text is too short for stretches that do not overlap, or a stretch too long for the model.
         """
-        from kvdsl.generation.models import check_length, load_model, read_text
+        from kvdsl.generation.models import check_length, load_model
+        from kvdsl.generation.text import read_text
         from kvdsl_lab.assets import all_books
         from kvdsl_lab.eval.linear import widened
 

@@ -60,8 +60,9 @@ def _in_turns(setup: Setup) -> list[Row]:
     import torch
 
     from kvdsl_lab.bench import measure
-    from kvdsl_lab.bench.contenders import NATIVE, contenders
+    from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.generate import Race, Times, figures
+    from kvdsl_lab.bench.names import NATIVE
 
     shape, batch, budget, new = setup.size((SHAPE, BATCH, BUDGET, 24), ("tiny:2", 2, 16, 4))
     model = layers(setup, shape)

@@ -29,8 +29,9 @@ def race(
     """A token's time in place and with both baselines; shares of it."""
     import torch
 
-    from kvdsl_lab.bench.contenders import FRESH, SHIFT, contenders
+    from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.generate import bench_generate
+    from kvdsl_lab.bench.names import FRESH, SHIFT
 
     model, new = layers(setup, shape, kind), setup.size(12, 4)
     wanted = contenders([policy, SHIFT + policy, FRESH + policy], memory(policy), [budget], model, setup.backend)

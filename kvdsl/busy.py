@@ -1,0 +1,62 @@
+"""A machine that others use, too: threads that wait for each other there are slower than one thread.
+
+OpenMP's threads spin for milliseconds where they wait, torch's and kvdsl's alike, since they share a library. Beside one busy core that
+made a token of SmolLM2 take three times as long on two threads as on one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+SPINS = "1000"
+"""Turns that a thread waits for before it sleeps, some microseconds, as libgomp reads it when torch is imported."""
+
+_STAT = Path("/proc/stat")
+_LOOK = 0.2
+"""Seconds for which the cores are watched."""
+
+
+def wait_passively() -> None:
+    """Have OpenMP's threads sleep soon, unless the user says how they wait. Before torch is imported."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def idle_cores() -> float | None:
+    """How many of the cores that this process may use nobody has used for a moment; None where the system does not tell."""
+    try:
+        before = _ticks()
+        time.sleep(_LOOK)
+        after = _ticks()
+    except (OSError, ValueError, AttributeError):
+        return None
+    shares = (
+        (after[core][0] - idle) / max(1, after[core][1] - whole) for core, (idle, whole) in before.items() if core in after
+    )
+    return sum(shares)
+
+
+def _ticks() -> dict[int, tuple[int, int]]:
+    """Of each core that this process may use the ticks for which it was idle, and all."""
+    mine, found = os.sched_getaffinity(0), {}
+    for line in _STAT.read_text().splitlines():
+        name, *numbers = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in mine:
+            ticks = [*map(int, numbers)]
+            found[int(name[3:])] = ticks[3] + ticks[4], sum(ticks[:8])
+    return found
+
+
+def threads(wanted: int) -> tuple[int, str | None]:
+    """How many of so many threads to use now, and what to say where that is fewer."""
+    idle = idle_cores() if wanted > 1 else None
+    if idle is None or idle > wanted - 0.6:
+        return wanted, None
+    fewer = max(1, round(idle))
+    of = f"{fewer} thread{'s' if fewer > 1 else ''}"
+    return fewer, (
+        f"other programs keep the cores busy: using {of} in place of {wanted}, which would wait for each other (--threads {wanted} "
+        "uses them all the same)"
+    )

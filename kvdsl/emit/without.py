@@ -1,0 +1,63 @@
+"""A policy that a target has no kernels for: which line, why, what it costs, and what to write instead, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+
+KERNELS = {"cpu": "C++", "triton": "Triton"}
+
+COST = {
+    "cpu": "a step of attention takes about 2.5 times as long there (docs/performance.md)",
+    "triton": "how much longer a step takes there was not measured",
+}
+"""What it costs to run on the torch backend; `docs/performance.md` has the measurement (float32, 8 rows, 4,096 tokens)."""
+
+_INSTEAD = (
+    ("`group each`", "leave out `group each`, so that the query heads of a KV head select together"),
+    ("`weight`", "leave out `weight`"),
+    ("`victims shared", "leave out `victims`, so that each KV head evicts for itself"),
+    ("`pages` of what eviction leaves", "leave out `pages`, or the budget"),
+    ("`pages` that do not begin", "let `pages` begin with the text"),
+    ("(`over heads`)", "leave out `over heads`, so that each KV head selects for itself"),
+    ("reused above", "leave out `reused above`, so that each layer selects for itself"),
+    ("`select` by anything but", "select by `dot(q, k)`"),
+    ("_pool`", "leave out the pool"),
+    ("`median", "write `mean`"),
+    ("a count of `select`", "select a number of tokens that a param gives"),
+    ("that is counted over slots", "keep a number of tokens that a param gives"),
+    ("tensors with vectors of query heads", "take a tensor with a vector for each KV head"),
+)
+"""What a refusal has in it, and what to write. It means something else, which is why nobody writes it unasked."""
+
+
+def sentence(target: str, refusal: str, source: str) -> str:
+    """What `kvdsl explain`, `compile` and a cache's warning say.
+
+    Args:
+        refusal: what the target has no code for, as `PackagePlan` has it.
+        source: the text of the .kv file.
+    """
+    found = _line(refusal, source)
+    where = "" if found is None else f" (line {found[0]}: `{found[1]}`)"
+    what = re.sub(r": a kernel [^,]*", "", refusal)
+    instead = next((advice for part, advice in _INSTEAD if part in refusal), None)
+    mend = "no other words mean the same" if instead is None else f"to have them, {instead}"
+    return f"there are no {KERNELS[target]} kernels for {what}{where}; {COST[target]}; {mend}"
+
+
+def without(manifest: str | bytes, target: str) -> str | None:
+    """The same out of a package's manifest; None if the target has kernels."""
+    found = json.loads(manifest).get("without", {}).get(target)
+    return None if found is None else str(found)
+
+
+def _line(refusal: str, source: str) -> tuple[int, str] | None:
+    """The first line that says what is refused: its number and its text. None where it is another file's."""
+    words = re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", refusal)))
+    bare = re.sub(r'"""(?s:.*?)"""|"[^"\n]*"|#[^\n]*', lambda text: re.sub(r"[^\n]", " ", text[0]), source)
+    for word in words[:1]:
+        for number, line in enumerate(bare.splitlines(), 1):
+            if re.search(rf"\b{word.removesuffix('s')}s?\b", line):
+                return number, " ".join(line.split())
+    return None

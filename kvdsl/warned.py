@@ -1,0 +1,24 @@
+"""Warnings that point to the caller's line: one of kvdsl's own would tell nobody anything."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_INNER = {"kvdsl", "torch", "transformers"}
+
+
+def warn(message: str) -> None:
+    """A Python warning at the line outside of kvdsl, torch and transformers that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message, UserWarning, frame.f_code.co_filename, frame.f_lineno,
+        module=names.get("__name__", "?"), registry=names.setdefault("__warningregistry__", {}),
+    )  # fmt: skip
+
+
+def _inner(module: str) -> bool:
+    return module.partition(".")[0] in _INNER or module.startswith(("_kvdsl_", "kvdsl_"))
