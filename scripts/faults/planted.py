@@ -342,7 +342,7 @@ FAULTS = [
     ),
     _fault(
         "torch",
-        "kvdsl/runtime/torch/masked.py",
+        "kvdsl/runtime/torch/numerics.py",
         '"max": lambda x, visible, dim: torch.where(visible, x, -torch.inf)',
         '"max": lambda x, visible, dim: torch.where(visible, x, 0.0)',
         "tests/differential/test_operations.py",
@@ -490,7 +490,7 @@ FAULTS = [
     _fault(
         "state",
         "kvdsl/runtime/state/undo.py",
-        "        state.filled = self.filled\n",
+        "        state.room.filled = self.filled\n",
         "",
         "tests/runtime/test_undo.py",
         "tests/runtime/test_cropping.py",
@@ -539,9 +539,9 @@ FAULTS = [
     ),
     _fault(
         "transformers",
-        "kvdsl/runtime/hf/layer.py",
-        "if asked in (UNTOLD, self.window):",
-        "if asked is not None or self.window is None:",
+        "kvdsl/runtime/hf/checks.py",
+        "if asked in (UNTOLD, window):",
+        "if asked is not None or window is None:",
         "tests/hf/test_refusals.py",
     ),
     _fault(
@@ -554,9 +554,9 @@ FAULTS = [
     ),
     _fault(
         "padding",
-        "kvdsl/runtime/hf/layer.py",
-        "behind = positions.amax(1) + 1 < self.state.seen + new",
-        "behind = positions.amax(1) < self.state.seen + new",
+        "kvdsl/runtime/hf/checks.py",
+        "behind = positions.amax(1) + 1 < state.seen + new",
+        "behind = positions.amax(1) < state.seen + new",
         "tests/hf/test_refusals.py",
         "tests/hf/test_generation.py",
         "tests/hf/test_fail_closed.py",
@@ -580,7 +580,7 @@ FAULTS = [
     _fault(
         "beams",
         "kvdsl/runtime/hf/layer.py",
-        "                    change(self._sync.text)\n",
+        "                self.sync.text.select_rows(rows)\n",
         "",
         "tests/hf/test_generation.py",
         "tests/hf/test_sharing.py",
