@@ -218,7 +218,7 @@ def test_what_has_dims_takes_fewer_queries_at_once(monkeypatch: pytest.MonkeyPat
     observe = spec.torch_kernels.observe
 
     def noted(row: view.View, folded: columns.Columns) -> None:
-        sizes.append(row.visible.expand(-1, row.position.shape[1], -1, -1).numel() * row.key.shape[-1])
+        sizes.append(row.visible.mask.expand(-1, row.position.shape[1], -1, -1).numel() * row.key.shape[-1])
         observe(row, folded)
 
     monkeypatch.setattr(spec.torch_kernels, "observe", noted)

@@ -392,7 +392,7 @@ def queries_observed(monkeypatch: pytest.MonkeyPatch, spec: PolicySpec, call: At
 
     class Counting(Columns):
         def __init__(self, view: Any) -> None:
-            seen.append(view.visible.shape[2])
+            seen.append(view.visible.mask.shape[2])
             super().__init__(view)
 
     monkeypatch.setattr(columns, "Columns", Counting)
