@@ -196,8 +196,8 @@ def test_no_column_holds_a_median() -> None:
 
 WEIGHTED = {
     "mean(norm2(sum(attn * v over slots)))": "row.visible.weighted(row.attn, row.value)",
-    "sum(norm1(sum(k * (logit > 0) over slots)))": "row.weighted_ks((row.logit > 0).float())",
-    "max(sum(sum(dot(q, k) * k over slots) * q over dims))": "row.weighted_ks(row.dot_qk, grouped=True)",
+    "sum(norm1(sum(k * (logit > 0) over slots)))": "row.visible.weighted((row.logit > 0).float(), row.key)",
+    "max(sum(sum(dot(q, k) * k over slots) * q over dims))": "row.visible.weighted(row.dot_qk, row.key, grouped=True)",
 }
 
 
