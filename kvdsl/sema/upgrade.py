@@ -145,7 +145,8 @@ def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
     if policy.parent is None or policy.clauses:
         return
     (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
-    inherited = {one.scope: one for one in (keep.statement for keep in resolve(base, where, Sink()).keeps)}
+    kept = [keep.statement for keep in resolve(base, where, Sink()).keeps]
+    inherited = {one.scope: one for one in kept if isinstance(one, syn.Keep)}
     own = [one for one in policy.statements if isinstance(one, syn.Keep)]
     dropped = any(one.override for one in own)
     for keep in own:
@@ -154,7 +155,7 @@ def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
             message = f"`{keep.span.quoted()}` adds to the inherited `{line}`, whose place it would take behind `with`"
             sink.report(codes.GONE, keep.span, message, f"write `{line}` beside it, in a policy of edition {EDITION}")
     for scope in inherited.keys() - {one.scope for one in own} if dropped else ():
-        (first, *_) = (one for one in own if one.override)
+        first = next(one for one in own if one.override)
         message = f"`override keep` drops the inherited `{inherited[scope].span.quoted()}`, which `with` would leave"
         sink.report(codes.GONE, first.span, message, f"say what stays instead: `keep {scope} ...` takes its place")
 

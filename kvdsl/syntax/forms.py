@@ -375,7 +375,7 @@ def forms() -> tuple[Form, ...]:
         # -- statements that hold a word --
         *(
             _form(
-                rf"^(?P<keyword>{keyword})\b(?!.*\bblocks\b)\s*[=:]?\s*"
+                rf"^(?P<keyword>{keyword})\b(?!.*\bevery\b)\s*[=:]?\s*"
                 rf"(?P<rest>[\w\s,]*\b(?:{'|'.join([*words, *habits.SETTINGS.get(keyword, ())])})\b[\w\s,]*)$",
                 f"`{keyword}` takes one word: {', '.join(words[:-1])} or {words[-1]}",
                 _word,

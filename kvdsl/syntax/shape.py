@@ -161,8 +161,8 @@ class _Shaper:
             across = self._across(heads), self._across_layers(layers)
             return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
         if keyword == "select":
-            *count, by, weight, layers = children
-            counted = self._expr(count[0]) if count else None
+            counted = self._expr(children[0]) if len(children) == 4 else None
+            by, weight, layers = children[-3:]
             within = isinstance(layers, Tree) and layers.data == "within"
             range_ = self._range(_tree(_tree(layers).children[0])) if within else None
             choosing = tuple(map(self._expr, layers.children)) if isinstance(layers, Tree) and not within else ()

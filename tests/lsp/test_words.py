@@ -79,6 +79,8 @@ def test_tables_name_what_the_grammar_has() -> None:
         "key",
         "value",
         "rest",
+        "from",
+        "in",
     }  # of statements, rather than statements
     assert begin - inside <= firsts
     for rule in (*ITEMS, *STATEMENTS, *STEPS):

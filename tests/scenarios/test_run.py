@@ -30,7 +30,7 @@ def test_what_is_as_expected_passes() -> None:
         ("score rest 2", "score: expected 2, 2, 2, found 2, 0.75, 0.25"),
         ("score nan, 0.75, 0.25", "score: expected nan, 0.75, 0.25, found 2, 0.75, 0.25"),
         ("attn 0.5, 0.25, 0.26", "attn: expected 0.5, 0.25, 0.26, found 0.5, 0.25, 0.25"),
-        ("state sum_attn 1, 0.75, 0.25", "state sum_attn: expected 1, 0.75, 0.25, found 2, 0.75, 0.25"),
+        ("state sum_attn 1, 0.75, 0.25", "sum_attn: expected 1, 0.75, 0.25, found 2, 0.75, 0.25"),
         ("live 3", "live: expected 3, found 2"),
     ],
 )
