@@ -157,7 +157,7 @@ def _next_statement(stuck: Stuck) -> Explanation | None:
         "import",
         "budget",
     }  # which expressions name
-    if "_SEP" not in stuck.accepts or stuck.at == stuck.begin or str(stuck.token) not in begins:
+    if "_SEP" not in stuck.accepts or "LBRACE" in stuck.accepts or stuck.at == stuck.begin or str(stuck.token) not in begins:
         return None
     if stuck.clause is not None:
         return codes.SYNTAX, stuck.span, f"expected `,` before `{stuck.token}`", prefix("write `,` between clauses", ","), ()

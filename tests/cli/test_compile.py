@@ -93,7 +93,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["compile", "roco", "--set", "budget=0"], 1, "KV0403"),
         (["compile", "rocco"], 2, "KV0214"),
         (["compile", "roco", "--bogus"], 2, None),
-        (["compile", "."], 2, None),
+        (["compile", "."], 1, "KV0301"),
         (["explain", "bad.kv"], 1, "KV0301"),
         (["run", "rocco"], 2, "KV0214"),
         (["run", "roco", "--policy", "h2o"], 2, None),

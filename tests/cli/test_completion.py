@@ -50,10 +50,10 @@ def completed(line: str) -> list[str]:
         ("fmt roc", []),  # a shipped policy has no file of the user's
         ("explain KV010", [f"KV010{digit}" for digit in range(1, 10)]),
         ("explain kv0101", ["KV0101"]),
-        ("run h2o --set ", ["budget=", "recent="]),
+        ("run h2o --set ", ["budget=", "recent=", "ratio="]),
         ("run --policy h2o --set re", ["recent="]),
-        ("run --set ", ["budget=", "protect="]),
-        ("compile mine.kv more/other.kv --set ", ["budget=", "sinks=", "first_ones="]),
+        ("run --set ", ["budget=", "protect=", "ratio="]),
+        ("compile mine.kv more/other.kv --set ", ["budget=", "sinks=", "ratio=", "first_ones="]),
         ("explain mine.kv --set si", ["sinks="]),
         ("compile broken.kv --set ", []),
         ("compile nowhere.kv --set ", []),

@@ -127,7 +127,7 @@ def test_what_is_found_tells_them_apart(capsys: Capture, a: str, b: str) -> None
     mine = names[scenario["passes"]]
     theirs = names["b" if scenario["passes"] == "a" else "a"]
     assert outcome(passes, scenario["test"]) is True
-    settings = {param.name for param in analyse_shipped(fails).policy.params}
+    settings = {param.name for param in analyse_shipped(fails).policy.params} | {"layer", "layers"}
     lines = [line for line in scenario["test"].splitlines() if not line.startswith("  set ") or line.split()[1] in settings]
     other = "\n".join(lines).replace(f"use {mine}", f"use {theirs}", 1)
     given = [f"  set {name} = {value}" for name, value in scenario["settings"].items() if name in settings]

@@ -315,8 +315,7 @@ def test_layers_that_share(capsys: Capture) -> None:
 def test_heads_that_vote(capsys: Capture) -> None:
     Path("votes.kv").write_text('kv 1\n\npolicy Votes {\n  "A."\n  select top 4 by sum(dot(q, k) over heads)\n}\n')
     backends = run(capsys, "explain", "votes.kv", "--json").json()["backends"]
-    refused = {one["name"]: one["why_not"] for one in backends if not one["ok"]}
-    assert refused.keys() == {"triton"} and "over heads" in refused["triton"]
+    assert [one["name"] for one in backends if not one["ok"]] == []
 
 
 def test_what_goes_wrong_is_json_too(capsys: Capture) -> None:

@@ -152,7 +152,7 @@ def test_a_file_that_changes_meanwhile_is_taken_as_it_was_read(policy: Path, mon
     compiled = compile_file(policy)
     (content,) = compiled.data.values()
     assert hashlib.sha256(content).hexdigest() in compiled.files["cache.py"]
-    made = _compile("filtered.kv", compiled.policy, POLICY, policy.parent)
+    made = _compile("filtered.kv", compiled.policy, policy, policy.parent)
     assert hashlib.sha256(made.files["filtered/tensors.safetensors"]).hexdigest() in made.files["filtered/cache.py"]
 
 
