@@ -13,6 +13,7 @@ import kvdsl
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import SEAL, flaw
 from kvdsl.syntax import parser
+from tests.build.left import left
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,8 @@ def _load() -> Path:
     for name in [name for name in sys.modules if name.startswith("_kvdsl_knorm_")]:
         del sys.modules[name]
     kvdsl.load("knorm")
-    (package,) = (cache_folder() / "packages").iterdir()
+    folder = cache_folder() / "packages"
+    (package,) = (folder / name for name in left(folder))
     return package
 
 

@@ -31,9 +31,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_builds_once_and_says_so(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     library = cxx.shared_library(source, "thing")
     assert library.exists()
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "`thing`" in said
+    begun, done = capfd.readouterr().err.splitlines()
+    assert "building" in begun and "`thing`" in begun
+    assert "built" in done and "`thing`" in done
     assert cxx.shared_library(source, "thing") == library
     assert capfd.readouterr().err == ""
 

@@ -154,7 +154,9 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert run(capsys, "compile", "two.py:one").code == 0
     assert run(capsys, "compile", "one.kv", "--out", "other").code == 0
-    written, python = ({path.name: path.read_bytes() for path in Path(out, "one").iterdir()} for out in ("other", "generated"))
+    written, python = (
+        {path.name: path.read_bytes() for path in Path(out, "one").iterdir()} for out in ("other", "generated")
+    )
     assert written.keys() == python.keys()
     assert {name for name in python if written[name] != python[name]} == {"manifest.json"}  # which names the source
     assert run(capsys, "diff", "two.py:one", "one.kv").code == 0
