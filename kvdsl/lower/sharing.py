@@ -26,10 +26,13 @@ _SIGNS: dict[type[ast.AST], str] = {
 def shared(lines: Sequence[str]) -> tuple[str, ...]:
     """The lines of a function's body, with names for what stands in them more than once."""
     text, names = "\n".join(lines), 0
+    mark = "__"
+    while re.search(rf"{mark}\d", text):  # a column may be called so
+        mark += "_"
     while (found := _largest(text)) is not None:
         names += 1
-        text = _named(text, found, f"{_called(found[0].node)}__{names}")
-    return tuple(_numbered(text).split("\n"))
+        text = _named(text, found, f"{_called(found[0].node)}{mark}{names}")
+    return tuple(_numbered(text, mark).split("\n"))
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,11 @@ def _called(node: ast.expr) -> str:
     return _SIGNS[type(sign)]
 
 
-def _numbered(text: str) -> str:
-    """The text with its new names numbered as they come, past those that stand in it already."""
+def _numbered(text: str, mark: str) -> str:
+    """The text with its new names, which have the mark, numbered as they come, past those that stand in it already."""
     number = 0
-    for name in re.findall(r"^(\w+__\d+) = ", text, re.MULTILINE):
-        stem = name.rpartition("__")[0]
+    for name in re.findall(rf"^(\w+{mark}\d+) = ", text, re.MULTILINE):
+        stem = name.rpartition(mark)[0]
         number += 1
         while re.search(rf"\b{stem}_{number}\b", text):
             number += 1

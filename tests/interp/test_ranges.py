@@ -194,6 +194,12 @@ CASES: dict[str, tuple[str, Loop]] = {
             reduced("sum", (x.m for x in slots if x.position < one.position)) for one in slots if one.age < own.age
         ],
     ),
+    "neighbours of those that are alike": (
+        "j.(sum(i.m over slots as i where i.position < position)) over slots as j where j.(age % 3) == age % 3",
+        lambda own, slots: [
+            reduced("sum", (x.m for x in slots if x.position < one.position)) for one in slots if one.age % 3 == own.age % 3
+        ],
+    ),
     "others of a filter": (
         "j.m over slots as j where j.m >= mean(m over slots where age < 9)",
         lambda own, slots: [one.m for one in slots if one.m >= reduced("mean", (x.m for x in slots if x.age < 9))],

@@ -35,6 +35,11 @@ def test_views_literals_and_what_a_lambda_has_stay_where_they_are() -> None:
         assert shared([line]) == (line,)
 
 
+def test_what_is_called_like_a_new_name_keeps_its_name() -> None:
+    lines = ['x__2 = slots.column("x__2")', "return (x__2 + row.age * 2) / (row.age * 2)"]
+    assert shared(lines) == (lines[0], "product_1 = row.age * 2", "return (x__2 + product_1) / product_1")
+
+
 def test_names_that_stand_there_already_are_not_taken() -> None:
     lines = ['product_1 = row.column("product_1")', "return (product_1 * 2).exp() + (product_1 * 2)"]
     assert shared(lines)[1:] == ("product_2 = product_1 * 2", "return product_2.exp() + product_2")
