@@ -50,8 +50,8 @@ def _ticks() -> dict[int, tuple[int, int]]:
 
 
 def threads(wanted: int) -> tuple[int, str | None]:
-    """How many of so many threads to use now, and what to say where that is fewer."""
-    idle = idle_cores() if wanted > 1 else None
+    """How many of so many threads to use now, and what to say where that is fewer. `OMP_NUM_THREADS` is the user's own word."""
+    idle = idle_cores() if wanted > 1 and "OMP_NUM_THREADS" not in os.environ else None
     if idle is None or idle > wanted - 0.6:
         return wanted, None
     fewer = max(1, round(idle))

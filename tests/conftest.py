@@ -12,6 +12,7 @@ import pytest
 # Kernels that are built once stay between runs. Threads that wait must not spin: other test processes need the cores.
 os.environ.setdefault("KVDSL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "kvdsl"))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # else commands look how busy the machine is
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

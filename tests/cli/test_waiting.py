@@ -55,6 +55,7 @@ def test_fewer_threads_where_others_work(
     file = tmp_path / "stat"
     file.write_text("cpu  1 2 3\n" + stat(*(100 for _ in idle)))
     monkeypatch.setattr(busy, "_STAT", file)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(len(idle))}, raising=False)
     later = stat(*(100 + ticks for ticks in idle), total=1020)
     monkeypatch.setattr("time.sleep", lambda _: file.write_text(later))
@@ -63,6 +64,8 @@ def test_fewer_threads_where_others_work(
     count, told = busy.threads(wanted)
     assert count == used and (told is None) == (used == wanted)
     assert told is None or f"--threads {wanted}" in told
+    monkeypatch.setenv("OMP_NUM_THREADS", str(wanted))
+    assert busy.threads(wanted) == (wanted, None)
 
 
 def test_where_the_system_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

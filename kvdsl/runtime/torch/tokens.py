@@ -48,7 +48,8 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.column_index.single(columns), call.key.shape[2]
-    constants, given = state.constants_of(), dict[str, Tensor]()
+    constants = state.constants_of()
+    given: dict[str, Tensor] = {}
     if state.spec.supplied:
         names = (name for name, _ in state.spec.supplied)
         given = dict(zip(names, supplied_of(state.spec, call), strict=True))

@@ -46,7 +46,7 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
 
 def _is_of_the_prompt(cache: Any) -> bool:
     """Whether what a cache keeps may be a share of the prompt: it was given no number of tokens."""
-    budgets = [cache.layers[index].state.settings.given.get("budget") for index in getattr(cache, "managed", ())]
+    budgets = [cache.layers[index].state.settings.params.get("budget") for index in getattr(cache, "managed", ())]
     return any(budget is None or is_rate(budget) for budget in budgets)
 
 
