@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
@@ -45,6 +46,7 @@ def test_policies_check(document: str, tmp_path: Path) -> None:
 @needs_model
 @pytest.mark.parametrize("document", few(RUN, "README.md"))
 def test_programs_and_commands(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # what other tests have compiled, with another number of threads
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delenv("COLUMNS", raising=False)
