@@ -50,6 +50,14 @@ test "of the tokens between the first and the recent ones the least attended lea
 }}
 """
 
+NEXT = (
+    ("kvdsl test {}", "the test passes; after a change, what is different"),
+    ("kvdsl explain {}", "what it keeps, what it remembers, what that costs"),
+    ("kvdsl run {} --compare", "a text under it, next to the full cache's"),
+    ("kvdsl compile {}", "a Python package that models take"),
+)
+"""What to do with the policy: commands, in which `{}` is the file, and what each is for."""
+
 
 @click.command()
 @click.argument("name")
@@ -87,4 +95,6 @@ def command(name: str, as_json: bool) -> None:
     if as_json:
         print_json({"policy": policy, "files": [str(file) for file in texts]})
         return
-    click.echo(f"\nnext: kvdsl test {path}\n      kvdsl explain {path}\n      kvdsl compile {path}")
+    width = max(len(command) for command, _ in NEXT) + len(str(path)) - len("{}")
+    told = [f"{command.format(path):<{width}}  # {what}" for command, what in NEXT]
+    click.echo("\nnext: " + "\n      ".join(told))

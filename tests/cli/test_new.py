@@ -36,6 +36,18 @@ def test_what_it_writes_works(capsys: Capture, name: str, path: str, policy: str
     assert run(capsys, "compile", path, "--out", "generated").code == 0
 
 
+def test_what_comes_next_can_be_done(capsys: Capture) -> None:
+    """What each command is for stands behind it; the one that loads a model is only read."""
+    told = run(capsys, "new", "mine").out.partition("next: ")[2].splitlines()
+    commands = [line.partition("#") for line in told]
+    assert all(what.strip() for _, _, what in commands)
+    assert len({line.index("#") for line in ["      " + told[0], *told[1:]]}) == 1
+    for words in (command.split() for command, _, _ in commands):
+        assert words[0] == "kvdsl"
+        asked = words[1:] if words[1] != "run" else ["run", "--help"]
+        assert run(capsys, *asked).code == 0, words
+
+
 def test_the_test_can_fail(capsys: Capture) -> None:
     run(capsys, "new", "mine")
     Path("mine.kv").write_text(Path("mine.kv").read_text().replace("mean(attn)", "position"))

@@ -31,6 +31,23 @@ def test_no_page_saves_a_policy_under_a_shipped_name() -> None:
     assert not [(page, block.title) for page in documents() for block in blocks(read(page)) if block.title in shipped]
 
 
+def test_there_is_one_way_to_install() -> None:
+    """The README and the site's front page say the same."""
+    told = [read(page).partition("## Install\n")[2].partition("\n## ")[0] for page in ("README.md", "docs/index.md")]
+    assert told[0] == told[1] != ""
+    assert [block.text for block in blocks(told[0])] == [
+        "pip install . ./lab\nkvdsl doctor         # what works on this machine\n"
+    ]
+
+
+def test_the_readme_lists_its_sections() -> None:
+    text = read("README.md")
+    contents = text.partition("![")[0]
+    for head in re.findall(r"^## (.+)$", text, re.M):
+        anchor = re.sub(r"[^a-z -]", "", head.lower()).replace(" ", "-")
+        assert f"[{head}](#{anchor})" in contents.replace("\n", " "), head
+
+
 @pytest.mark.parametrize("document", documents())
 def test_policies_check(document: str, tmp_path: Path) -> None:
     """No errors, and no warnings, but that a page may show names alone which nothing uses."""
