@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -108,6 +109,11 @@ def print_json(content: Mapping[str, Any], *, dtype: str | None = None, seed: in
 
     whole = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype, seed=seed), **content}
     click.echo(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def terminal_width(most: int, least: int = 40) -> int:
+    """Characters of a line on standard output: as many as the terminal has, from `least` to `most`; `most` where there is none."""
+    return max(least, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def params_as_data(policy: Policy) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import params_as_data, print_json, set_option
+from kvdsl.cli.common import params_as_data, print_json, set_option, terminal_width
 from kvdsl.cli.options import memory_options
 from kvdsl.errors import KvdslError
 from kvdsl.explain import DTYPES
@@ -66,9 +67,11 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
 
         click.echo(policy_page(found, text_of(source)), nl=False)
     else:
+        from kvdsl.diagnostics import wants_color
         from kvdsl.shipped import text_of
 
-        click.echo("\n".join(_in_words(found, text_of(source))))
+        told = _in_words(found, text_of(source), terminal_width(_WIDTH))
+        click.echo("\n".join(told), color=wants_color(sys.stdout))
 
 
 def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
@@ -81,22 +84,23 @@ def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
     return analysis.policy
 
 
-def _in_words(found: Facts, text: str) -> Iterator[str]:
+def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
+    """Lines of so many characters at most, with bold heads and some colour."""
     from kvdsl.diagnostics import printable
     from kvdsl.emit.without import sentence
     from kvdsl.explain.words import rows
     from kvdsl.provenance import fields, prose
 
     policy = found.policy
-    yield f"{policy.name} ({policy.stem}.kv)"
+    yield f"{click.style(policy.name, bold=True)} ({policy.stem}.kv)"
     for paragraph in re.split(r"\n\s*\n", prose(policy.doc)):
         yield ""
-        yield from textwrap.wrap(printable(" ".join(paragraph.split())), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(printable(" ".join(paragraph.split())), width, initial_indent="  ", subsequent_indent="  ")
     source = fields(policy.doc)
     yield from [""] if source else []
     for key, value in source.items():
         told = printable(f"{key}: {value}")
-        yield from textwrap.wrap(told, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")
     refused = {one["name"]: sentence(one["name"], one["why_not"], text) for one in found.backends if not one["ok"]}
     backends = [
         f"{one['name']:<7} {'no: ' + refused[one['name']] if one['name'] in refused else 'yes'}" for one in found.backends
@@ -105,7 +109,15 @@ def _in_words(found: Facts, text: str) -> Iterator[str]:
         yield ""
         for index, line in enumerate(lines):
             indent = f"  {title if index == 0 else '':<10}"
-            yield from textwrap.wrap(line, _WIDTH, initial_indent=indent, subsequent_indent=" " * 12)
+            first, *rest = textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=" " * 12)
+            yield click.style(first[:12], bold=True) + (_served(first[12:]) if title == "backends" else first[12:])
+            yield from rest
+
+
+def _served(line: str) -> str:
+    """A backend's line, its yes or no in colour."""
+    name, answer, why = re.split(r"(?<= )(yes|no)\b", line, maxsplit=1)
+    return name + click.style(answer, fg="green" if answer == "yes" else "yellow") + why
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
@@ -128,8 +140,9 @@ def _explain_code(name: str, style: str) -> None:
         fields = {"code": code.id, "severity": code.severity, "title": code.title, "explanation": code.explanation}
         print_json(fields | {"example": code.example, "settings": dict(code.settings)})
         return
-    click.secho(f"{code.severity} {code.id}: {code.title}", bold=wants_color())
-    click.echo("\n" + textwrap.fill(code.explanation, _WIDTH))
+    head = click.style(f"{code.severity} {code.id}", fg="red" if code.severity == "error" else "yellow", bold=True)
+    click.echo(f"{head}{click.style(f': {code.title}', bold=True)}", color=wants_color(sys.stdout))
+    click.echo("\n" + textwrap.fill(code.explanation, terminal_width(_WIDTH)))
     if code.example and len(code.example) < 2_000:
         options = "".join(f" --set {key}={value}" for key, value in code.settings)
         verb = "refuses" if code.severity == "error" else "warns of"

@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
@@ -21,24 +21,36 @@ from kvdsl.busy import wait_passively
 from kvdsl.cli.common import error, guarded, warnings_in_a_line
 from kvdsl.standard_input import of_a_command
 
-COMMANDS = {
-    "new": "Write a policy to begin with, and a test of it.",
-    "compile": "Turn policies into Python packages.",
-    "build": "Compile kernels ahead of time, and say what they take of a GPU.",
-    "check": "Check policies and say what is wrong, where, and how to mend it.",
-    "test": "Run tests that are written in the language.",
-    "fmt": "Lay out policies in the canonical way.",
-    "list": "List the policies that come with kvdsl.",
-    "show": "Print a policy's source, and say where it lies.",
-    "explain": "Say in words what a policy does, or what an error code means.",
-    "diff": "Say what is different between two policies.",
-    "run": "Generate text under a policy, next to the full cache.",
-    "lsp": "Serve editors: errors while you type, hovers, completion, renaming.",
-    "serve": "Serve a model by vLLM, with a cache that a policy bounds.",
-    "models": "Get language models by name, for --model NAME.",
-    "doctor": "Say what works on this machine, and why the rest does not.",
+GROUPS = {
+    "Write": {
+        "new": "Write a policy to begin with, and a test of it.",
+        "check": "Check policies and say what is wrong, where, and how to mend it.",
+        "test": "Run tests that are written in the language.",
+        "fmt": "Lay out policies in the canonical way.",
+        "explain": "Say in words what a policy does, or what an error code means.",
+        "diff": "Say what is different between two policies.",
+        "list": "List the policies that come with kvdsl.",
+        "show": "Print a policy's source, and say where it lies.",
+    },
+    "Run": {
+        "run": "Generate text under a policy, next to the full cache.",
+        "compile": "Turn policies into Python packages.",
+        "models": "Get language models by name, for --model NAME.",
+    },
+    "Measure": {},
+    "Serve": {
+        "serve": "Serve a model by vLLM, with a cache that a policy bounds.",
+        "build": "Compile kernels ahead of time, and say what they take of a GPU.",
+    },
+    "Tools": {
+        "doctor": "Say what works on this machine, and why the rest does not.",
+        "lsp": "Serve editors: errors while you type, hovers, completion, renaming.",
+    },
 }
-"""Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
+"""Heading -> name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`. What measures is the laboratory's."""
+
+COMMANDS = {name: line for own in GROUPS.values() for name, line in own.items()}
+"""Name -> one line of help: kvdsl's own commands."""
 
 Place = tuple[str, str]
 """The package that holds a command's module, and the command's line of help."""
@@ -53,7 +65,16 @@ def commands() -> dict[str, Place]:
     found = {name: ("kvdsl.cli", line) for name, line in COMMANDS.items()}
     for package, added in _added():
         found = {name: (package, line) for name, line in added.items()} | found
-    return dict(sorted(found.items(), key=lambda one: one[1][0] != "kvdsl.cli"))
+    return {name: found[name] for own in grouped(found).values() for name in own}
+
+
+def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Commands by heading, both in the order in which they are useful. Those of packages that nobody here knows come last."""
+    found = {heading: list(own) for heading, own in GROUPS.items()} | {"Added": []}
+    for name in names:
+        if name not in COMMANDS:
+            found["Measure" if name in lab.COMMANDS else "Added"].append(name)
+    return {heading: own for heading, own in found.items() if own}
 
 
 def _added() -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -100,8 +121,11 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in `--help`, without importing anything."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in commands().items()])
+        known = commands()
+        width = max(map(len, known))
+        for heading, names in grouped(known).items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:<{width}}", known[name][1]) for name in names])
         missing = [name for name in lab.COMMANDS if name not in commands()]
         if missing:
             with formatter.section("Not installed"):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
+import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvdsl.cli.common import json_option, params_as_data, print_json
+from kvdsl.cli.common import json_option, params_as_data, print_json, terminal_width
+
+WIDTH, LEAST, MOST = 110, 24, 20
+"""Characters of a line, at most; of the column that says what a policy does, at least; of the others, at most, but for the name."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +62,41 @@ def command(everything: bool, as_json: bool) -> None:
 
     The name in the first column is what other commands take, for example `kvdsl explain h2o`.
     """
+    from kvdsl.diagnostics import wants_color
     from kvdsl.shipped import all_policies, shipped_policies
 
     entries = [_entry(path) for path in (all_policies() if everything else shipped_policies())]
     if as_json:
         print_json({"policies": [asdict(entry) for entry in entries]})
         return
-    width = max(len(entry.stem) for entry in entries)
-    columns = max(60, min(shutil.get_terminal_size().columns, 110))
-    for entry in entries:
-        lines = textwrap.wrap(entry.summary, columns - width - 4) + _below(entry, everything)
-        click.echo(f"{entry.stem:<{width}}  {lines[0]}")
-        for line in lines[1:]:
-            click.echo(f"{'':<{width}}  {line}")
+    columns = {"name": [entry.stem for entry in entries]}
+    if everything:
+        columns["year"] = [str(entry.year or "") for entry in entries]
+    columns["what it does"] = [entry.summary for entry in entries]
+    columns["params"] = [_params(entry) for entry in entries]
+    for line in _table(columns, wide="what it does"):
+        click.echo(line, color=wants_color(sys.stdout))
 
 
-def _below(entry: Entry, everything: bool) -> list[str]:
-    """The line of its params; where the gallery is listed, with the year, and whether it is exact."""
-    params = " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params)
-    reach = {None: "", True: "exact", False: "approximate"}[entry.exact if everything else None]
-    told = ", ".join(str(part) for part in (entry.year, reach) if part and reach)
-    return ["; ".join(part for part in (told, params) if part)] if told or params else []
+def _params(entry: Entry) -> str:
+    return " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params)
+
+
+def _table(columns: dict[str, list[str]], wide: str) -> Iterator[str]:
+    """Columns with heads, as wide as the terminal; what fits into no line of a column goes on in the next.
+
+    Args:
+        wide: the column that gets what the others leave; these are as wide as their longest word, but for `MOST`.
+    """
+    longest = {head: max(len(word) for text in (head, *own) for word in text.split()) for head, own in columns.items()}
+    widths = {head: longest[head] if head == "name" else min(longest[head], MOST) for head in columns}
+    taken = sum(width for head, width in widths.items() if head != wide) + 2 * (len(columns) - 1)
+    widths[wide] = max(LEAST, terminal_width(WIDTH) - taken)
+    for number, row in enumerate(zip(*([head, *own] for head, own in columns.items()), strict=True)):
+        cells = [textwrap.wrap(text, width) for text, width in zip(row, widths.values(), strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            line = "  ".join(f"{part:<{width}}" for part, width in zip(parts, widths.values(), strict=True)).rstrip()
+            yield click.style(line, bold=True) if number == 0 else line
 
 
 def _entry(path: Path) -> Entry:

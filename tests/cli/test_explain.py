@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -188,6 +190,30 @@ def test_a_docstring_cannot_steer_a_terminal(capsys: Capture) -> None:
 
 def test_settings(capsys: Capture) -> None:
     assert "budget = 77" in run(capsys, "explain", "roco", "--set", "budget=77").out
+
+
+@pytest.mark.parametrize("what", ["roco", "loki", "KV0301"])
+def test_lines_are_as_wide_as_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A code's example is shown as it is."""
+    widest = {}
+    for columns in (60, 80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        widest[columns] = max(map(len, run(capsys, "explain", what).out.partition("For example")[0].splitlines()))
+    assert 50 < widest[60] <= 60 < widest[80] <= 80 < widest[300] <= 100
+
+
+@pytest.mark.parametrize("what", ["roco", "loki", "KV0301"])
+def test_terminals_get_colour(capsys: Capture, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The same text, with bold heads; NO_COLOR is honoured."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    plain = run(capsys, "explain", what).out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    painted = run(capsys, "explain", what).out
+    assert "\x1b[1m" in painted and "\x1b[" not in plain
+    assert re.sub(r"\x1b\[\d+m", "", painted) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(capsys, "explain", what).out == plain
 
 
 @pytest.mark.parametrize("code", CODES)

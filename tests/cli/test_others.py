@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 import kvdsl
+from kvdsl import lab
 from kvdsl.cli import commands
+from kvdsl.cli.group import grouped
 from kvdsl.compiler import shipped_policies
 from kvdsl.runtime.cpu.backend import CpuBackend
 from tests.cli.harness import run
@@ -34,7 +37,34 @@ def test_every_command_has_examples(capsys: pytest.CaptureFixture[str], name: st
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "list")
     assert result.code == 0
-    assert [line.split()[0] for line in result.out.splitlines() if not line.startswith(" ")] == STEMS
+    head, *lines = result.out.splitlines()
+    assert head.split() == ["name", "what", "it", "does", "params"]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == STEMS
+
+
+@pytest.mark.parametrize("words", [["list"], ["list", "--all"]])
+def test_list_has_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """Nothing of one stands below another's head, at any width of a terminal."""
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        head, *lines = run(capsys, *words).out.splitlines()
+        starts = [head.index(name) for name in ("what it does", "params")]
+        assert all(line[start - 2 : start].strip() == "" for line in lines for start in starts)
+        assert max(map(len, lines)) <= max(min(columns, 110), starts[1] + 20)
+        assert any(line[starts[1] :] == "recent=budget/2" for line in lines)
+
+
+def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    told = run(capsys, "--help").out
+    parts = dict(zip(*[iter(re.split(r"^(\w+):\n", told, flags=re.M)[1:])] * 2, strict=True))
+    groups = {head: re.findall(r"^  ([a-z]+)  ", part, re.M) for head, part in parts.items() if head != "Options"}
+    assert list(groups) == ["Write", "Run", "Measure", "Serve", "Tools"]
+    assert [name for names in groups.values() for name in names] == list(commands())
+    assert groups["Measure"] == list(lab.COMMANDS)
+
+
+def test_commands_of_other_packages_come_last() -> None:
+    assert list(grouped(["theirs", "eval", "run"]).items())[-1] == ("Added", ["theirs"])
 
 
 def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
