@@ -35,7 +35,7 @@ def command() -> None:
 
 @command.command()
 @shared
-@quick_option(budgets="64,128", tokens=256, stretches=2)
+@quick_option(budgets="32", tokens=128, stretches=6)
 @click.option("--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Length of a stretch of text.")
 @click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--chunk", type=click.IntRange(1), default=1, show_default=True, help="Tokens fed at a time.")
@@ -47,7 +47,9 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
     """Perplexity of tokens that are predicted through the cache.
 
     The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each. A budget that is a rate
-    (0.25) is of a stretch. Rows of policies that never evicted, so that the full cache was measured, say so.
+    (0.25) is of a stretch. Rows of policies that never evicted, so that the full cache was measured, say so. `low` and `high`: other
+    stretches of such a text would give a perplexity between these, 95 times of 100. `against full`: what a paired test of the stretches
+    tells from chance; it needs six or more, and the policy `full`.
 
     \b
     Examples:
@@ -58,6 +60,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
     begun = Setting(**setting)
     from kvdsl.cli.progress import progress
     from kvdsl.generation.models import check_length, windows
+    from kvdsl_lab.eval.differences import with_intervals
     from kvdsl_lab.eval.perplexity import perplexities, steps
 
     if by is None:
@@ -65,7 +68,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
     ids = windows(begun.tokenizer, begun.text, tokens, stretches, apart=True)
     with progress("perplexity", begun.pairs * steps(tokens, chunk)) as tick:
         rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by)
-    begun.finish(rows, as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)
+    begun.finish(with_intervals(rows), as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)
 
 
 @command.command()

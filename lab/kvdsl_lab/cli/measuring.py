@@ -104,7 +104,7 @@ class Setting(Measured):
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
-_FOR_PROGRAMS = ("depths", "curve", "by_length", "evicted", "most_held")
+_FOR_PROGRAMS = ("depths", "curve", "by_length", "evicted", "most_held", "losses", "behind_full")
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -118,7 +118,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         name for name in rows[0] if name not in _FOR_PROGRAMS and (name != "note" or any(row["note"] for row in rows))
     ]
     for name in columns:
-        is_text = isinstance(rows[0][name], str) or name == "note"
+        is_text = any(isinstance(row[name], str) for row in rows) or name == "note"
         table.add_column("" if name == "note" else name.replace("_", " "), justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*(_cell(row[name], name) for name in columns))

@@ -80,7 +80,7 @@ def perplexities(
     tick: Callable[[], None] = lambda: None,
     by: int | None = None,
 ) -> list[Row]:
-    """One row for every policy and budget: `policy, budget, ppl, tokens`, and `Usage.row`.
+    """One row for every policy and budget: `policy, budget, ppl, tokens`, `losses` (the mean of each stretch), and `Usage.row`.
 
     Args:
         by: so many tokens have a row for themselves, which says where they lie in their stretch: `first` to `last`.
@@ -100,12 +100,22 @@ def perplexities(
 def _parts(losses: Tensor, by: int | None) -> Iterator[Row]:
     """Perplexities of losses [rows, length - 1], of which the first is that of the stretch's second token."""
     if by is None:
-        yield {"ppl": _perplexity(losses), "tokens": losses.numel()}
+        yield {"ppl": _perplexity(losses), "tokens": losses.numel(), "losses": _of_stretches(losses)}
         return
     for start in range(0, losses.shape[1], by):
         part = losses[:, start : start + by]
-        yield {"first": start + 1, "last": start + part.shape[1], "ppl": _perplexity(part), "tokens": part.numel()}
+        yield {
+            "first": start + 1,
+            "last": start + part.shape[1],
+            "ppl": _perplexity(part),
+            "tokens": part.numel(),
+            "losses": _of_stretches(part),
+        }
 
 
 def _perplexity(losses: Tensor) -> float:
     return round(math.exp(losses.double().mean()), 4)
+
+
+def _of_stretches(losses: Tensor) -> list[float]:
+    return [round(float(loss), 6) for loss in losses.double().mean(1)]
