@@ -240,6 +240,13 @@ def test_quick_has_other_defaults_and_leaves_alone_what_is_given(tiny):
         assert "--quick" in told and f"--budgets {'32' if command == 'ppl' else '64,128'}" in " ".join(told.split())
 
 
+def test_an_evaluation_ends_when_it_says(tiny):
+    words = f"ppl --policies full,window --budgets 8 --tokens 16 --stretches 2 --minutes 1e-9 --backend torch --model {tiny}"
+    done = CliRunner().invoke(evaluate, words.split())
+    assert done.exit_code == 0, done.output
+    assert "time was up: 1 of the 15 tokens of each stretch were read" in done.stderr
+
+
 def test_evaluations_for_people(tiny):
     words = f"ppl --policies full,window --budgets 8 --tokens 16 --stretches 1 --backend torch --model {tiny}"
     done = CliRunner().invoke(evaluate, words.split())

@@ -131,9 +131,34 @@ def test_a_run_goes_on_and_a_policy_that_cannot_is_said(
     key = lambda row: (row["task"], row["item"], row["policy"])  # noqa: E731
     values = {key(row): row.get("values") for row in second}
     assert {key(row): row.get("values") for row in first}.items() <= values.items()
-    assert run.measure(bench, TODO, 2, tmp_path, {"length": 160}, minutes=1e-9) == second
+    assert run.measure(bench, TODO, 2, tmp_path, {"length": 160}, until=0.0) == second
     with pytest.raises(KvdslError, match="length was 160, now 128"):
         run.measure(bench, TODO, 2, tmp_path, {"length": 128})
+
+
+class Ticking:
+    """A clock that is a second later whenever it is read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+def test_an_item_that_is_not_finished_in_time_is_dropped(
+    bench: run.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound holds within an item; a later run measures it whole."""
+    ticks: list[None] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "time", clock := Ticking())
+        found = run.measure(bench, TODO[:1], 2, tmp_path, {"length": 160}, until=9.0, tick=lambda: ticks.append(None))
+    assert (found, ticks) == ([], []) and 9 <= clock.seconds < 12, "the item was begun, and ended at once when time was up"
+    assert not bench.lab.model._forward_pre_hooks
+    whole = run.measure(bench, TODO[:1], 1, tmp_path, {"length": 160})
+    assert {row["policy"] for row in whole} == {*bench.policies.classes}
 
 
 @pytest.mark.nightly
@@ -429,7 +454,7 @@ def _die(plan: run.Plan) -> None:
 def test_a_process_that_was_killed_is_one_line(bench: run.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_begin", _die)
     with pytest.raises(KvdslError, match="a process that measures has ended, killed or out of memory"):
-        list(run.map_units(bench, iter([("fact", 0, [("full", None)])]), 2))
+        list(run.map_units(bench, iter([("fact", 0, [("full", None)], None)]), 2))
 
 
 def test_an_unknown_task_is_named() -> None:

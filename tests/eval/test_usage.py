@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from kvdsl.generation.models import windows
@@ -9,6 +13,7 @@ from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.generate import bench_generate
 from kvdsl_lab.bench.names import NATIVE
 from kvdsl_lab.cli import measuring
+from kvdsl_lab.eval import perplexity
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.perplexity import perplexities
 from kvdsl_lab.eval.usage import KEYS
@@ -34,6 +39,23 @@ def test_perplexities(model, tokenizer, policy, budget, chunk, evicted, held, no
     ids = windows(tokenizer, TEXT, 40, 2)
     (row,) = perplexities(model, ids, Policies([policy], {}, "torch"), [budget], chunk)
     assert {name: row[name] for name in KEYS} == {"evicted": evicted, "most_held": held, "note": note}
+
+
+@pytest.mark.parametrize("together", [64, 2])
+def test_time_that_is_up_cuts_every_stretch_alike(model, tokenizer, monkeypatch, together):
+    """In one forward or in several: what is told is of tokens that all policies have read, and the same as without a bound."""
+    monkeypatch.setattr(perplexity, "TOGETHER", together)
+    ids = windows(tokenizer, TEXT, 40, 2)
+    ask = partial(perplexities, model, ids, Policies(["full", "window"], {}, "torch"), [8])
+    whole = ask(by=1)
+    seconds = itertools.count()
+    monkeypatch.setattr(perplexity, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    cut = ask(by=1, until=30)
+    read = len(cut) // 2
+    assert 8 < read < 39 and next(seconds) < 36
+    for policy in ("full", "window"):
+        was, now = ([row["ppl"] for row in rows if row["policy"] == policy] for rows in (whole, cut))
+        assert now == pytest.approx(was[:read])
 
 
 def test_a_selection_that_leaves_something_out_is_one(model, tokenizer, tmp_path):

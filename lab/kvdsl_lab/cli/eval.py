@@ -7,10 +7,22 @@ from typing import Any
 
 import click
 
+from kvdsl.cli.common import warning
 from kvdsl.cli.options import cache_options, policies_option
 from kvdsl_lab.cli.eval_attention import consistency, persistence
 from kvdsl_lab.cli.eval_benchmarks import longbench, ruler
-from kvdsl_lab.cli.measuring import Measured, Setting, model_and_text, names, quick_option, show, tell, whole_numbers
+from kvdsl_lab.cli.measuring import (
+    Measured,
+    Setting,
+    end_of,
+    minutes_option,
+    model_and_text,
+    names,
+    quick_option,
+    show,
+    tell,
+    whole_numbers,
+)
 
 _POLICIES = "full,window,streaming_llm,h2o,roco"
 
@@ -35,15 +47,18 @@ def command() -> None:
 
 @command.command()
 @shared
-@quick_option(budgets="32", tokens=128, stretches=6)
+@quick_option(budgets="32", tokens=128, stretches=6, minutes=1)
 @click.option("--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Length of a stretch of text.")
 @click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--chunk", type=click.IntRange(1), default=1, show_default=True, help="Tokens fed at a time.")
+@minutes_option("every stretch is cut to what all policies have read")
 @click.option(
     "--by", type=click.IntRange(1), metavar="N",
     help="A row for every N tokens of a stretch, which may then be longer than the model was made for.",
 )  # fmt: skip
-def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, **setting: Any) -> None:
+def ppl(
+    tokens: int, stretches: int, chunk: int, minutes: float | None, by: int | None, as_json: bool, **setting: Any
+) -> None:  # fmt: skip
     """Perplexity of tokens that are predicted through the cache.
 
     The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each. A budget that is a rate
@@ -57,6 +72,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
       kvdsl eval ppl --policies full,window,streaming_llm,roco --budgets 32,128 --tokens 1024
       kvdsl eval ppl --policies streaming_llm,window --budgets 512 --tokens 20001 --stretches 1 --by 2000
     """
+    until = end_of(minutes)
     begun = Setting(**setting)
     from kvdsl.cli.progress import progress
     from kvdsl.generation.models import check_length, windows
@@ -67,7 +83,10 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
         check_length(begun.model, tokens)
     ids = windows(begun.tokenizer, begun.text, tokens, stretches, apart=True)
     with progress("perplexity", begun.pairs * steps(tokens, chunk)) as tick:
-        rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by)
+        rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by, until)
+    read = sum(row["tokens"] for row in rows) // (begun.pairs * stretches)
+    if read < tokens - 1:
+        warning(f"time was up: {read} of the {tokens - 1} tokens of each stretch were read")
     begun.finish(with_intervals(rows), as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)
 
 

@@ -12,7 +12,8 @@ import click
 from kvdsl.asked import settled
 from kvdsl.cli.common import FORMAT_VERSION, json_option
 from kvdsl.cli.options import BACKENDS, dtype_option, memory_options, model_option, policies_option, refuse_triton
-from kvdsl_lab.cli.measuring import names, quick_option, text_option
+from kvdsl.errors import KvdslError
+from kvdsl_lab.cli.measuring import end_of, minutes_option, names, quick_option, text_option
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 
@@ -41,9 +42,7 @@ from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 @click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
 @click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
 @click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
-@click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin nothing after so long; a later run goes on."
-)
+@minutes_option("an item that is not finished is dropped; a later run goes on")
 @click.option("--workers", type=click.IntRange(1), help="Processes, a thread and a model each [default: one a core]; 1 is this process, "
               "with torch's own threads.")  # fmt: skip
 @model_option
@@ -85,6 +84,7 @@ def command(
       kvdsl leaderboard --model smollm2 --dtype bf16 --items 20 --minutes 300
       kvdsl leaderboard --model smollm2 --policies h2o,roco,mine.kv --tasks books,chat --same-bytes --claim mine.kv
     """
+    until = end_of(minutes)
     wanted, claiming = (
         [name for part in parse_policies(given) for name in names_of_policies(part)] if given else []
         for given in (policies, claim)
@@ -118,7 +118,9 @@ def command(
     }  # fmt: skip
     count = workers or os.cpu_count() or 1
     with progress("leaderboard", items * len(todo)) as tick:
-        rows = run.measure(bench, todo, items, out, facts, workers=count, minutes=minutes, fresh=fresh, tick=tick)
+        rows = run.measure(bench, todo, items, out, facts, workers=count, until=until, fresh=fresh, tick=tick)
+    if not rows:
+        raise KvdslError("no item was finished: give more --minutes, or fewer --policies and budgets, or a smaller --length")
     columns = summary.columns(rows)
     result: dict[str, Any] = {
         "format_version": FORMAT_VERSION, "environment": environment(dtype=kind, seed=seed), **facts,

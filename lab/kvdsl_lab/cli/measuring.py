@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,23 @@ def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
     )):  # fmt: skip
         command = option(command)
     return command
+
+
+def minutes_option(what: str) -> Callable[[Any], Any]:
+    """`--minutes`, which is for `end_of`.
+
+    Args:
+        what: becomes of that which is not finished.
+    """
+    return click.option(
+        "--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
+        help=f"Measure for so long at most, what loads the model included: {what}.",
+    )  # fmt: skip
+
+
+def end_of(minutes: float | None) -> float | None:
+    """When a command that begins now is to end, as `time.monotonic()` tells it; None: when it is done."""
+    return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def quick_option(**small: Any) -> Callable[[Any], Any]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -114,8 +115,15 @@ class Bench:
             told[name] = facts(laid_out(policy, rope=rope), head_dim, dtype)
         return {name: (one.bytes_per_token + one.rotated_half, one.beyond_a_window) for name, one in told.items()}
 
-    def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
-        """An item under these policies."""
+    def measure(self, name: str, number: int, pairs: Sequence[Pair], until: float | None = None) -> list[Row]:
+        """An item under these policies; nothing if that was not done at `until` (`time.monotonic()`)."""
+        try:
+            with _ending(self.lab.model, until):
+                return self._measured(name, number, pairs)
+        except _TimeIsUp:
+            return []
+
+    def _measured(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         task, started = TASKS[name], {}
         item = task.kind.prepare(self.lab, name, number)
         found: dict[Pair, Row] = {}
@@ -132,6 +140,25 @@ class Bench:
              **found[policy, budget]}
             for policy, budget in pairs
         ]  # fmt: skip
+
+
+class _TimeIsUp(Exception):
+    """Ends an item between two forwards of the model."""
+
+
+@contextmanager
+def _ending(model: Any, until: float | None) -> Iterator[None]:
+    """Within, a forward that begins after `until` raises `_TimeIsUp`."""
+
+    def check(*_: Any) -> None:
+        if until is not None and time.monotonic() >= until:
+            raise _TimeIsUp
+
+    hook = model.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _row(found: Outcome, *, timed: bool) -> Row:
@@ -191,7 +218,7 @@ def measure(
     facts: Mapping[str, Any],
     *,
     workers: int = 1,
-    minutes: float | None = None,
+    until: float | None = None,
     fresh: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Row]:
@@ -201,7 +228,7 @@ def measure(
         items: of every task.
         facts: what the lines depend on besides: a folder of other facts is not gone on with.
         workers: processes, each with a thread and a model of its own; 1 is this process.
-        minutes: begin nothing after so long.
+        until: end then (`time.monotonic()`): an item that is not finished is dropped.
         tick: called for every item of a task.
 
     Raises:
@@ -211,11 +238,11 @@ def measure(
         task.kind.check(bench.lab, task.name, items)
     claim(out, facts, fresh=fresh)
     known = Measurements(out)
-    until = None if minutes is None else time.monotonic() + 60 * minutes
     todo = _todo(bench, known, tasks, items, until, tick)
     for rows in map_units(bench, todo, workers):
-        known.add(rows)
-        tick()
+        if rows:
+            known.add(rows)
+            tick()
     current = {
         (name, policy, budget, bench.compiled(policy))
         for name, task in TASKS.items()
@@ -231,7 +258,8 @@ def _whole(row: Row) -> bool:
     return "refused" in row or {*TASKS[row["task"]].kind.measures} <= {*row["values"]}
 
 
-Unit = tuple[str, int, list[Pair]]
+Unit = tuple[str, int, list[Pair], "float | None"]
+"""What `Bench.measure` takes."""
 
 
 def _todo(
@@ -243,7 +271,7 @@ def _todo(
             if not pairs:
                 tick()
             elif until is None or time.monotonic() < until:
-                yield task.name, number, pairs
+                yield task.name, number, pairs, until
 
 
 def map_units(bench: Bench, units: Iterator[Unit], workers: int) -> Iterator[list[Row]]:
