@@ -457,6 +457,16 @@ def test_a_process_that_was_killed_is_one_line(bench: run.Bench, monkeypatch: py
         list(run.map_units(bench, iter([("fact", 0, [("full", None)], None)]), 2))
 
 
+def test_a_run_too_short_for_anything_says_what_to_do(
+    bench: run.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdsl.generation.models.check_length", lambda model, tokens: None)  # the fixture's is small
+    words = ["--quick", "--minutes", "1e-9", "--length", "128", "--items", "1", "--workers", "1", "--out", str(tmp_path)]
+    found = CliRunner().invoke(command, [*words, "--tasks", "books", "--backend", "torch"])
+    assert isinstance(found.exception, KvdslError)
+    assert "no item was finished: give more --minutes" in str(found.exception)
+
+
 def test_an_unknown_task_is_named() -> None:
     found = CliRunner().invoke(command, ["--tasks", "poetry"])
     assert found.exit_code != 0
