@@ -112,7 +112,19 @@ def _vectors() -> str:
     return " ".join(name for name in known if name in words) or "none that kvdsl knows of"
 
 
-_PACKAGES = ("click", "jinja2", "lark", "numpy", "platformdirs", "pydantic", "pygments", "rich", "torch", "transformers")
+_PACKAGES = (
+    "click",
+    "filelock",
+    "jinja2",
+    "lark",
+    "numpy",
+    "platformdirs",
+    "pydantic",
+    "pygments",
+    "rich",
+    "torch",
+    "transformers",
+)
 
 
 def _packages() -> Iterator[Finding]:

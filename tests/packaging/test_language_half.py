@@ -16,7 +16,7 @@ from tests.packaging.test_installed import ROOT, build, outside
 
 pytestmark = pytest.mark.nightly
 
-BESIDE = ("click", "jinja2", "lark", "numpy", "platformdirs", "pydantic", "rich")
+BESIDE = ("click", "filelock", "jinja2", "lark", "numpy", "platformdirs", "pydantic", "rich")
 """What the language half stands on; of kvdsl's other dependencies, torch and transformers, there is nothing."""
 ABSENT = ("torch", "transformers", "triton", "kvdsl_lab")
 

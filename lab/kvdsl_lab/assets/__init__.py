@@ -61,11 +61,13 @@ def weights_of(name: str | None, commit: str | None = None) -> str:
     """
     if name is None:
         return reference_weights()
+    if commit is not None:
+        return commit
     from kvdsl.models import place_of
 
     files = sorted(Path(place_of(name)).glob("*.safetensors")) + sorted(Path(place_of(name)).glob("*.bin"))
     told = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8] if told else commit or name
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8] if told else name
 
 
 def load_reference_model(dtype: Any = None, folder: Path | None = None) -> tuple[Any, Any]:
