@@ -39,11 +39,11 @@ def test_neither_have_the_policies_of_the_documents() -> None:
 def test_long_statements_take_no_time(text: str) -> None:
     import time
 
-    begun = time.perf_counter()
+    begun = time.process_time()  # of this process's own work, however busy the machine is
     for head in ("", "score ", "keep "):
         found(f"{head}{text}"[:LONGEST])
     analyse_long = f"kv 1\npolicy P {{\n  score {text} @ {text}\n}}\n"
     from kvdsl.source import SourceFile
 
     analyse(SourceFile("p.kv", analyse_long))
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 20, "a pattern that backtracks takes minutes"
