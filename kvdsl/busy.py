@@ -1,7 +1,7 @@
-"""A machine that others use, too: threads that wait for each other there are slower than one thread.
+"""Choose thread counts on a machine that other programs use.
 
-OpenMP's threads spin for milliseconds where they wait, torch's and kvdsl's alike, since they share a library. Beside one busy core that
-made a token of SmolLM2 take three times as long on two threads as on one.
+While they wait, OpenMP threads spin for milliseconds, torch's and kvdsl's alike, because both use the same library. Beside one busy core, a
+token of SmolLM2 took three times as long on two threads as on one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LOOK = 0.2
 
 
 def wait_passively() -> None:
-    """Have OpenMP's threads sleep soon, unless the user says how they wait. Before torch is imported."""
+    """Make waiting OpenMP threads sleep soon, unless the user has set how they wait. Call it before torch is imported."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}:
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def idle_cores() -> float | None:
-    """How many of the cores that this process may use nobody has used for a moment; None where the system does not tell."""
+    """Return how many of this process's cores are idle, measured for a moment; None if the system does not say."""
     try:
         before = _ticks()
         time.sleep(_LOOK)
@@ -39,7 +39,7 @@ def idle_cores() -> float | None:
 
 
 def _ticks() -> dict[int, tuple[int, int]]:
-    """Of each core that this process may use the ticks for which it was idle, and all."""
+    """Return the idle ticks and all ticks of each core that this process may use."""
     mine, found = os.sched_getaffinity(0), {}
     for line in _STAT.read_text().splitlines():
         name, *numbers = line.split()
@@ -50,7 +50,7 @@ def _ticks() -> dict[int, tuple[int, int]]:
 
 
 def threads(wanted: int) -> tuple[int, str | None]:
-    """How many of so many threads to use now, and what to say where that is fewer. `OMP_NUM_THREADS` is the user's own word."""
+    """Return how many of the wanted threads to use, and a message if that is fewer. If `OMP_NUM_THREADS` is set, use all of them."""
     idle = idle_cores() if wanted > 1 and "OMP_NUM_THREADS" not in os.environ else None
     if idle is None or idle > wanted - 0.6:
         return wanted, None

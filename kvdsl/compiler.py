@@ -24,7 +24,7 @@ from kvdsl.sema.files import NO_SETTINGS
 from kvdsl.sema.files import Analysis as Analysis
 from kvdsl.sema.files import analyse as analyse
 from kvdsl.sema.files import file_text as file_text
-from kvdsl.shipped import find, policy_name, text_of
+from kvdsl.shipped import find, policy_name, shipped_as, text_of
 from kvdsl.shipped import shipped_policies as shipped_policies
 from kvdsl.source import SourceFile
 
@@ -141,5 +141,5 @@ def _compiled(analysis: Analysis, text: str, source: SourceFile | Path, settings
     from kvdsl.emit.data import data_of
 
     data = data_of(analysis.policy)
-    files = package(analysis.policy, text, data)
+    files = package(analysis.policy, text, data, shipped_as(source) if isinstance(source, Path) else None)
     return Compiled(analysis.policy, files, data, analysis.diagnostics, source, settings)

@@ -56,6 +56,12 @@ def shipped_policy(stem: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def shipped_as(file: Path) -> str | None:
+    """Return `kvdsl:STEM` for the file of a shipped policy, as manifests name it; None for any other file."""
+    shipped = shipped_policy(file.stem)
+    return f"kvdsl:{file.stem}" if shipped is not None and file.resolve() == shipped.resolve() else None
+
+
 def is_shipped_like_a_file(path: Path) -> bool:
     """Whether it is a file of the short list, which could once be imported as if it lay beside the source."""
     return path.parent == resource(*_SHELVES[0])

@@ -1,4 +1,4 @@
-"""`-` in a command line: what comes on standard input, read once, however often the command asks for it. No library call reads it."""
+"""`-` on a command line: standard input, read once and cached. Library calls never read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _read: bytes | None = None
 
 @contextmanager
 def of_a_command() -> Iterator[None]:
-    """Within this, `-` is standard input."""
+    """Make `-` mean standard input within this context."""
     global _commands, _read
     _commands, before, _read = _commands + 1, _read, None
     try:
@@ -23,12 +23,12 @@ def of_a_command() -> Iterator[None]:
 
 
 def is_named(name: str) -> bool:
-    """Whether a name means standard input: in a command `-` does."""
+    """Return whether a name means standard input, as `-` does in a command."""
     return name == DASH and _commands > 0
 
 
 def read() -> bytes:
-    """All of it."""
+    """Return all of standard input."""
     global _read
     if _read is None:
         _read = sys.stdin.buffer.read()

@@ -1,4 +1,4 @@
-"""Warnings that point to the caller's line: one of kvdsl's own would tell nobody anything."""
+"""Warnings that point to the line of the user's code that led to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INNER = {"kvdsl", "torch", "transformers"}
 
 
 def warn(message: str) -> None:
-    """A Python warning at the line outside of kvdsl, torch and transformers that led here."""
+    """Issue a UserWarning at the innermost line outside kvdsl, torch and transformers."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _inner(frame.f_globals.get("__name__", "")):
         frame = frame.f_back

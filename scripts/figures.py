@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,16 @@ FIGURES = {
     "--before", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Figures from --json, as a first column."
 )
 def main(as_json: bool, before: Path | None) -> None:
-    now = figures()
+    show(figures(), FIGURES, as_json=as_json, before=before)
+
+
+def show(now: Mapping[str, float], told: Mapping[str, str], *, as_json: bool, before: Path | None) -> None:
+    """Print figures as JSON, or as a Markdown table with those of before in a first column.
+
+    Args:
+        told: what each figure is called in the table, in its order.
+        before: a file that `--json` wrote.
+    """
     if as_json:
         click.echo(json.dumps(now, indent=2))
         return
@@ -71,8 +81,8 @@ def main(as_json: bool, before: Path | None) -> None:
     columns.append(("now", now))
     click.echo("| | " + " | ".join(name for name, _ in columns) + " |")
     click.echo("|---|" + "---:|" * len(columns))
-    for key, told in FIGURES.items():
-        click.echo(f"| {told} | " + " | ".join(f"{column[key]:g}" if key in column else "–" for _, column in columns) + " |")
+    for key, name in told.items():
+        click.echo(f"| {name} | " + " | ".join(f"{column[key]:g}" if key in column else "–" for _, column in columns) + " |")
 
 
 def figures() -> dict[str, Any]:

@@ -15,14 +15,18 @@ How each figure is counted, of the files that git knows:
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 HERE = Path(__file__).resolve().parents[1]
+sys.path.append(str(HERE))  # a checkout needs no installation for this
+
+from scripts.figures import show  # noqa: E402
+
 FIGURES = {
     "lines": "lines in `kvdsl/` and `templates/`",
     "lines_python": "of these, Python",
@@ -49,16 +53,7 @@ _SHORT = 60
     "--checkout", type=click.Path(path_type=Path, file_okay=False, exists=True), default=HERE, help="What to count."
 )
 def main(as_json: bool, before: Path | None, checkout: Path) -> None:
-    now = figures(checkout)
-    if as_json:
-        click.echo(json.dumps(now, indent=2))
-        return
-    columns = [] if before is None else [("before", json.loads(before.read_text(encoding="utf-8")))]
-    columns.append(("now", now))
-    click.echo("| | " + " | ".join(name for name, _ in columns) + " |")
-    click.echo("|---|" + "---:|" * len(columns))
-    for key, told in FIGURES.items():
-        click.echo(f"| {told} | " + " | ".join(f"{column[key]:g}" if key in column else "–" for _, column in columns) + " |")
+    show(figures(checkout), FIGURES, as_json=as_json, before=before)
 
 
 def figures(checkout: Path) -> dict[str, int]:

@@ -1,8 +1,7 @@
-"""One process makes something, the others wait.
+"""Let one process build an entry while the others wait.
 
-Who makes it holds a lock of the operating system on a file beside it, which the system gives back when the process ends, however it
-ends. Nothing has to be right because of the lock (`kvdsl.build.store` publishes whole entries by one rename, and checks them): it saves
-work, so a file system without locks serves as well.
+The builder holds an operating system lock on a file beside the entry; the system releases it when the process ends. The lock only saves
+work: `kvdsl.build.store` publishes each entry by one rename and checks it, so a file system without locks works too.
 """
 
 from __future__ import annotations

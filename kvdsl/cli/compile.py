@@ -16,7 +16,7 @@ from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, kv_files, pri
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
-from kvdsl.shipped import file_of, policy_name, shipped_policy, text_of
+from kvdsl.shipped import file_of, policy_name, shipped_as, text_of
 from kvdsl.source import Combined, SourceFile
 from kvdsl.standard_input import is_named
 
@@ -139,9 +139,8 @@ def _origin(name: str, found: Path | SourceFile, out: Path) -> str:
     if is_named(name):
         return name
     file = found if isinstance(found, Path) else file_of(name)
-    shipped = shipped_policy(file.stem)
-    if shipped is not None and file.resolve() == shipped.resolve():
-        return f"kvdsl:{file.stem}"
+    if (shipped := shipped_as(file)) is not None:
+        return shipped
     path = Path(os.path.relpath(file, out.parent)).as_posix()
     return path if isinstance(found, Path) else f"{path}:{found.stem}"
 

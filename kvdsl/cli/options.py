@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from kvdsl.asked import asked
 from kvdsl.cli import completion
 from kvdsl.cli.common import set_option
 from kvdsl.cli.completion import POLICY
@@ -18,6 +17,7 @@ from kvdsl.generation.text import read_text
 from kvdsl.lab import lab
 from kvdsl.memory import ROPES, slots_of_a_block
 from kvdsl.models import place_of
+from kvdsl.precheck import checked_policy
 
 """What runs where no policy is named."""
 
@@ -34,7 +34,7 @@ def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
                 raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
             chosen = named or policy or default
             memory = {name: given[name] for name in ("storage", "rope") if given.get(name) is not None}
-            asked(chosen, given.get("settings", {}) | memory, f"`{click.get_current_context().command_path}`")
+            checked_policy(chosen, given.get("settings", {}) | memory, f"`{click.get_current_context().command_path}`")
             return command(policy=chosen, **given)
 
         return with_policy

@@ -17,18 +17,17 @@ _INSTEAD = (
     ("`group each`", "leave out `group each`, so that the query heads of a KV head select together"),
     ("`weight`", "leave out `weight`"),
     ("`victims shared", "leave out `victims`, so that each KV head evicts for itself"),
-    ("`pages` of what eviction leaves", "leave out `pages`, or the budget"),
-    ("`pages` that do not begin", "let `pages` begin with the text"),
-    ("(`over heads`)", "leave out `over heads`, so that each KV head selects for itself"),
-    ("reused above", "leave out `reused above`, so that each layer selects for itself"),
+    ("`pages` of what eviction leaves", "leave out the pages, or the budget"),
+    ("`pages` that do not begin", "let the pages begin with the text"),
+    ("from layers`", "write `in layers` for `from layers`, so that each layer selects for itself"),
     ("`select` by anything but", "select by `dot(q, k)`"),
     ("_pool`", "leave out the pool"),
     ("`median", "write `mean`"),
     ("a count of `select`", "select a number of tokens that a param gives"),
     ("that is counted over slots", "keep a number of tokens that a param gives"),
-    ("tensors with vectors of query heads", "take a tensor with a vector for each KV head"),
+    ("with vectors of query heads", "take a tensor with a vector for each KV head"),
 )
-"""What a refusal has in it, and what to write. It means something else, which is why nobody writes it unasked."""
+"""What a refusal contains, and what to write instead. That is another policy, so only the user can choose it."""
 
 
 def sentence(target: str, refusal: str, source: str) -> str:
@@ -41,8 +40,8 @@ def sentence(target: str, refusal: str, source: str) -> str:
     found = _line(refusal, source)
     where = "" if found is None else f" (line {found[0]}: `{found[1]}`)"
     what = re.sub(r": a kernel [^,]*", "", refusal)
-    instead = next((advice for part, advice in _INSTEAD if part in refusal), None)
-    mend = "no other words mean the same" if instead is None else f"to have them, {instead}"
+    instead = " and ".join(advice for part, advice in _INSTEAD if part in refusal)
+    mend = f"to have them, {instead}" if instead else "no other words mean the same"
     return f"there are no {KERNELS[target]} kernels for {what}{where}; {COST[target]}; {mend}"
 
 
@@ -56,8 +55,8 @@ def _line(refusal: str, source: str) -> tuple[int, str] | None:
     """The first line that says what is refused: its number and its text. None where it is another file's."""
     words = re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", refusal)))
     bare = re.sub(r'"""(?s:.*?)"""|"[^"\n]*"|#[^\n]*', lambda text: re.sub(r"[^\n]", " ", text[0]), source)
-    for word in words[:1]:
-        for number, line in enumerate(bare.splitlines(), 1):
-            if re.search(rf"\b{word.removesuffix('s')}s?\b", line):
-                return number, " ".join(line.split())
-    return None
+    if not words:
+        return None
+    named = re.compile(rf"\b{words[0].removesuffix('s')}s?\b")
+    lines = enumerate(bare.splitlines(), 1)
+    return next(((number, " ".join(line.split())) for number, line in lines if named.search(line)), None)

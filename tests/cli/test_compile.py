@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.compiler import analyse, find_policy, shipped_policies
+from kvdsl.compiler import analyse, compile_file, find_policy, shipped_policies
 from kvdsl.ir.nodes import Policy
 from tests.cli.harness import run
 
@@ -84,6 +84,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert first[0]["changed"] == first[0]["files"]
     second = run(capsys, "compile", "roco", "h2o", "--out", "caches", "--json").json()["policies"]
     assert [one["changed"] for one in second] == [[], []]
+
+
+def test_python_writes_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo writes so, and `compile --check` then finds nothing to do."""
+    assert run(capsys, "compile", "roco").code == 0
+    files = compile_file("roco").files
+    assert files == {path.name: path.read_text() for path in Path("generated/roco").iterdir()}
 
 
 @pytest.mark.parametrize(

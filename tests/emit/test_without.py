@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse, package, plan_of
-from kvdsl.emit.without import COST, sentence, without
+from kvdsl.emit.without import _INSTEAD, COST, sentence, without
+from kvdsl.ir.ops import POOLS, REDUCTIONS
 from kvdsl.shipped import all_policies
 from kvdsl.warned import warn
 
@@ -31,6 +32,18 @@ def test_every_shipped_policy_without_kernels_says_which_line() -> None:
                 number, line = re.search(r"\(line (\d+): `(.+?)`\)", told).groups()  # type: ignore[union-attr]
                 assert line in " ".join(text.splitlines()[int(number) - 1].split()), told
     assert found
+
+
+def test_all_that_is_advised_is_of_a_refusal() -> None:
+    """As lowering words them, or an operation's name."""
+    said = "\n".join(path.read_text() for path in (ROOT / "kvdsl" / "lower").glob("*.py"))
+    names = " ".join(f"`{name}`" for name in (*POOLS, *REDUCTIONS))
+    assert not [part for part, _ in _INSTEAD if part not in said and part not in names]
+
+
+def test_every_reason_has_its_advice() -> None:
+    told = sentence("triton", "a count of `select` that reads what is cached, `group each`: a kernel chooses once", "")
+    assert "select a number of tokens" in told and "leave out `group each`" in told
 
 
 def test_the_line_is_no_comment_and_no_docstring() -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.asked import settled
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import BACKENDS, cache_options, policies_option, policy_options, refuse_missing, refuse_triton
+from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.bench.names import policies_among
 from kvdsl_lab.cli.generate import generate
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
@@ -216,7 +216,7 @@ def host(
       kvdsl bench host --policies transformers,tova,snapkv --budgets 64 --dtype bf16 --json
     """
     sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
-    settled(policies_among(names), settings, ASKER)
+    settings_by_policy(policies_among(names), settings, ASKER)
     refuse_missing("torch")
     refuse_triton(backend)
     from kvdsl.cli.progress import progress

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.asked import settled
 from kvdsl.budget import spelled
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policies_option, refuse_triton
+from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.bench.names import policies_among
 from kvdsl_lab.cli.measuring import text_option
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
@@ -80,7 +80,7 @@ def generate(
             "transformers cannot share what a static cache has read: leave `static` out, or --share-prompt"
         )
     sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
-    settled(policies_among(names), settings, ASKER)
+    settings_by_policy(policies_among(names), settings, ASKER)
     refuse_triton(backend)
     import torch
 

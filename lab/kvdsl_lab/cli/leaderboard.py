@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from kvdsl.asked import settled
 from kvdsl.cli.common import FORMAT_VERSION, json_option
 from kvdsl.cli.options import BACKENDS, dtype_option, memory_options, model_option, policies_option, refuse_triton
 from kvdsl.errors import KvdslError
+from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.cli.measuring import end_of, minutes_option, names, quick_option, text_option
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
@@ -90,7 +90,7 @@ def command(
         for given in (policies, claim)
     )
     policy_names = tuple(dict.fromkeys(["full", *wanted, *claiming]))
-    settled(policy_names, memory, ASKER)
+    settings_by_policy(policy_names, memory, ASKER)
     budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
     refuse_triton(backend)
     import os

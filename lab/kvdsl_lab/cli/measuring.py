@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.asked import settled
 from kvdsl.budget import spelled
 from kvdsl.cli.common import json_option, print_json, warning
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton, texts
+from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Setting(Measured):
         if settings.keys() & {"budget", "ratio"}:
             raise click.UsageError("budgets are given by --budgets here, and not by --set")
         self.budgets, names = parse_budgets(budgets), parse_policies(policies)
-        settled(names, settings, ASKER)
+        settings_by_policy(names, settings, ASKER)
         from kvdsl_lab.eval.caches import Policies
 
         self.policies: Policies = Policies(names, settings, given["backend"])

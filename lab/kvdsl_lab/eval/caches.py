@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvdsl.asked import settled
 from kvdsl.loading import load
+from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.eval.names import ASKER
 
 
@@ -23,7 +23,7 @@ class Policies:
 
     def __init__(self, names: Sequence[str], settings: Mapping[str, str], backend: str = "auto") -> None:
         self.backend = backend
-        self.classes = {name: load(name, **own) for name, own in settled(names, settings, ASKER).items()}
+        self.classes = {name: load(name, **own) for name, own in settings_by_policy(names, settings, ASKER).items()}
 
     def pairs(self, budgets: Sequence[float]) -> Iterator[tuple[str, float | None]]:
         """Every policy with every budget; one that has no budget comes once, with None."""

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvdsl.asked import refuse_required
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.precheck import refuse_required
 from kvdsl.runtime.hf.versions import with_cache
 
 try:

@@ -7,7 +7,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.shipped import separate
 
 ASKER = "a measurement"
-"""Who gives a policy nothing, for messages."""
+"""The subject of errors about policies that need values."""
 
 
 def parse_budgets(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Policies as a command line asks for them: what is wrong with them is told before torch is loaded, which takes seconds."""
+"""Check the policies and settings of a command before it loads torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 _MEMORY = ("storage", "rope")
 
 
-def asked(name: str, settings: Mapping[str, str], what: str) -> Policy:
-    """A policy that nobody gives anything to.
+def checked_policy(name: str, settings: Mapping[str, str], what: str) -> Policy:
+    """Return the policy of a command, which gives it no values per token.
 
     Args:
         settings: defaults of params to change, and `storage` and `rope`.
-        what: who asks, as the subject of a sentence.
+        what: the command, as the subject of an error.
 
     Raises:
         DiagnosticError: if there is no such policy, or if it has errors.
-        KvdslError: if it cannot lie in memory so, or needs something from its caller.
+        KvdslError: if it does not support `storage` or `rope`, or needs a value from its caller.
     """
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
@@ -37,34 +37,34 @@ def asked(name: str, settings: Mapping[str, str], what: str) -> Policy:
     return policy
 
 
-def settled(names: Sequence[str], settings: Mapping[str, str], what: str) -> dict[str, dict[str, str]]:
-    """Of several policies the settings that each one has.
+def settings_by_policy(names: Sequence[str], settings: Mapping[str, str], what: str) -> dict[str, dict[str, str]]:
+    """Return, for each policy, those of the settings that it has.
 
     Raises:
-        DiagnosticError, KvdslError: as `asked`; and if a setting is nobody's.
+        DiagnosticError, KvdslError: as `checked_policy`, also for a setting that no policy has.
     """
     has: dict[str, set[str]] = {}
     for name in names:
-        policy = asked(name, {}, what)
+        policy = checked_policy(name, {}, what)
         has[name] = {*(param.name for param in policy.params), "storage", *(["rope"] * (policy.positions == "compact"))}
-    nobodys = {key for key in settings if not any(key in own for own in has.values())}
-    own = {name: {key: settings[key] for key in settings if key in has[name] | nobodys} for name in names}
+    unknown = {key for key in settings if not any(key in own for own in has.values())}
+    own = {name: {key: settings[key] for key in settings if key in has[name] | unknown} for name in names}
     for name in names if settings else ():
-        asked(name, own[name], what)
+        checked_policy(name, own[name], what)
     return own
 
 
 def refuse_required(policy: str, given: Iterable[tuple[str, object]], what: str) -> None:
-    """Raise KvdslError where nobody can give what a policy cannot do without.
+    """Raise KvdslError if a policy needs a value that this caller cannot give.
 
     Args:
         policy: its name.
-        given: what it asks its caller for, with the defaults.
-        what: who asks, as the subject of a sentence.
+        given: the policy's inputs from its caller, with their defaults.
+        what: the command, as the subject of an error.
     """
     wanted = [name for name, default in given if default is None]
     if wanted:
         raise KvdslError(
-            f"{what} gives a policy nothing, and {policy} needs `{wanted[0]}` from its caller: write a default in the policy, "
+            f"{what} gives policies no values, and {policy} needs `{wanted[0]}` from its caller: write a default in the policy, "
             f"`input {wanted[0]} = 0`, or give it in Python, `{policy}Cache(model, {wanted[0]}=f)`"
         )
