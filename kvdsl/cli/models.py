@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +46,8 @@ def list_command(as_json: bool = False) -> None:
     for row in rows:
         click.echo(f"{row['name']}  {row['title']}, {row['licence']}")
         click.echo(f"  {row['summary']}")
+        if row["note"]:
+            click.echo(f"  note: {row['note']}")
         click.echo(f"  {row['download_bytes'] / 1e6:.0f} MB to fetch, {row['bytes'] / 1e6:.0f} MB on disk")
         state = "not on this machine" if row["flaw"] is None else f"damaged ({row['flaw']})"
         click.echo(f"  {row['path'] or f'{state}: kvdsl models get ' + row['name']}")
@@ -55,8 +58,8 @@ def _row(model: NamedModel) -> dict[str, Any]:
 
     return {
         "name": model.name, "title": model.title, "summary": model.summary, "licence": model.licence,
-        "source": model.requirement, "sha256": model.wheel_sha256,
-        "download_bytes": model.wheel_bytes, "bytes": model.folder_bytes,
+        "note": model.note or None, "source": model.source, "sha256": model.gguf_sha256,
+        "download_bytes": model.download_bytes, "bytes": model.folder_bytes,
         "path": str(model_folder(model.name)) if here(model) else None, "flaw": flaw(model),
     }  # fmt: skip
 
@@ -77,7 +80,9 @@ def get_command(name: str, as_json: bool) -> None:
     if not here(model):
         check_can_convert()
         click.echo(f"{model.title}: {model.summary}; licence {model.licence}", err=True)
-        get(model, convert, lambda text: click.echo(text, err=True))
+        if model.note:
+            click.echo(f"note: {model.note}", err=True)
+        get(model, partial(convert, dtype=model.dtype), lambda text: click.echo(text, err=True))
     folder = model_folder(name)
     if as_json:
         print_json(_row(model))

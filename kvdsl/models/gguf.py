@@ -1,4 +1,4 @@
-"""GGUF files as transformers folders: weights in float32, exactly what the quantised ones stand for."""
+"""GGUF files as transformers folders: the values that quantised weights stand for, in float32 or rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ def check_can_convert() -> None:
         raise KvdslError(f"converting the weights needs {' and '.join(missing)}: pip install 'kvdsl[models]'")
 
 
-def convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     """Write the model and the tokenizer of a GGUF file into a folder that `from_pretrained` reads.
+
+    An embedding that the output layer shares is stored once, also where the file holds it twice.
+
+    Args:
+        dtype: of the stored weights, as torch calls it.
 
     Raises:
         KvdslError: if its tokenizer is of a kind that is not known here, transformers cannot read the weights, or they cannot be written.
@@ -40,13 +45,15 @@ def convert(gguf: Path, folder: Path) -> None:
 
     from kvdsl.generation.models import quiet
 
-    fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
+    reader = GGUFReader(gguf)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
     _write_tokenizer(fields, folder)
     try:
         with quiet(), _bars_on_terminals():
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise KvdslError(f"transformers cannot read {gguf.name}: {error}") from error
+    _tie(model, {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors})
     # Not `save_pretrained`: transformers 5 takes a model that was read from GGUF for a quantised one, and refuses.
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
@@ -56,14 +63,36 @@ def convert(gguf: Path, folder: Path) -> None:
         raise KvdslError(
             f"the weights cannot be written into {folder} ({error}): free some space, or {ELSEWHERE}"
         ) from error
-    _write_json(folder / "config.json", _config(model))
-    ends = {name: fields[f"tokenizer.ggml.{ggml}_token_id"] for name, ggml in _SPECIAL.items() if name != "unk"}
+    _write_json(folder / "config.json", _config(model, dtype))
+    ends = {name: fields[key] for name, key in _special(fields).items() if name != "unk"}
     _write_json(folder / "generation_config.json", {f"{name}_token_id": number for name, number in ends.items()})
 
 
-def _config(model: Any) -> dict[str, Any]:
+_QUANTISATION = 0.2
+"""The largest relative difference that rounding to four bits leaves. Two matrices that were trained apart differ by more than one."""
+
+
+def _tie(model: Any, sizes: Mapping[str, int]) -> None:
+    """Have the model share one embedding where the file holds it twice, as llama.cpp writes it: quantised differently for input and output.
+
+    The copy with more bits serves both.
+
+    Args:
+        sizes: bytes of the file's tensors.
+    """
+    inputs, outputs = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    if model.config.tie_word_embeddings or inputs.shape != outputs.shape:
+        return
+    if (inputs.float() - outputs.float()).norm() > _QUANTISATION * outputs.float().norm():
+        return
+    if sizes["output.weight"] >= sizes["token_embd.weight"]:
+        inputs.copy_(outputs)
+    model.config.tie_word_embeddings = True
+
+
+def _config(model: Any, dtype: str) -> dict[str, Any]:
     """The model's config as any supported transformers reads it."""
-    config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": dtype}
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(name, None)
     rope = config.get("rope_parameters") or {}
@@ -75,8 +104,17 @@ def _config(model: Any) -> dict[str, Any]:
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """What transformers and GGUF call the special tokens."""
 
-_CONTROL = 3
-"""The type of a special token in a GGUF file."""
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+"""Types of tokens in a GGUF file: special ones, added ones that are text, and rows of the embedding that no token has."""
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""What Qwen2's tokenizer takes for a word: a contraction, letters, one digit, punctuation, or space. Its config on the hub has it."""
+
+
+def _special(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The field that holds each special token's number, of the special tokens that the model has."""
+    keys = {name: f"tokenizer.ggml.{ggml}_token_id" for name, ggml in _SPECIAL.items()}
+    return {name: key for name, key in keys.items() if key in fields}
 
 
 def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
@@ -85,27 +123,39 @@ def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
     Raises:
         KvdslError: if it splits text in a way that is not known here.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    kind = (fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm") or fields.get("tokenizer.ggml.add_bos_token", False):
-        raise KvdslError(f"the tokenizer {kind} is not known; only SmolLM's is")
-    tokens = fields["tokenizer.ggml.tokens"]
+    kind, words = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or words not in ("smollm", "qwen2") or fields.get("tokenizer.ggml.add_bos_token", False):
+        raise KvdslError(f"the tokenizer {kind}/{words} is not known; only SmolLM's and Qwen2's are")
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    known = {token: number for number, (token, type) in enumerate(zip(tokens, types, strict=True)) if type != _UNUSED}
+    made = Tokenizer(models.BPE(known, merges))
+    if words == "qwen2":
+        made.normalizer = normalizers.NFC()
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
     made.decoder = decoders.ByteLevel()
-    types = fields["tokenizer.ggml.token_type"]
     made.add_special_tokens(
         [AddedToken(token, special=True) for token, type in zip(tokens, types, strict=True) if type == _CONTROL]
     )
+    made.add_tokens(
+        [AddedToken(token, normalized=False) for token, type in zip(tokens, types, strict=True) if type == _USER_DEFINED]
+    )
     made.save(str(folder / "tokenizer.json"))
-    names = {f"{name}_token": tokens[fields[f"tokenizer.ggml.{ggml}_token_id"]] for name, ggml in _SPECIAL.items()}
+    names = {f"{name}_token": tokens[fields[key]] for name, key in _special(fields).items()}
     told = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": fields["llama.context_length"], "clean_up_tokenization_spaces": False,
+        "model_max_length": fields[f"{fields['general.architecture']}.context_length"], "clean_up_tokenization_spaces": False,
         "chat_template": fields["tokenizer.chat_template"],
     }  # fmt: skip
     _write_json(folder / "tokenizer_config.json", names | told)

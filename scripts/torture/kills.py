@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvdsl.build.lock import MAKING, sweep
 from kvdsl.models import fetch
-from kvdsl.models.catalogue import SMOLLM2, NamedModel
+from kvdsl.models.catalogue import SMOLLM2, NamedModel, Part
 from scripts.torture._builds import Process, build, check_clean, check_right, decode, expected, fast_compiler, trial_folder
 from scripts.torture.registry import Counts, Progress, attack
 
@@ -138,10 +138,11 @@ def _wheel(shop: Path, dice: random.Random) -> NamedModel:
         )
         archive.writestr(f"{info}/RECORD", "")
     (shop / "weights").write_bytes(weights)
+    digest = hashlib.sha256(packed.read_bytes()).hexdigest()
+    part = Part("tiny-llm", "1.0", packed.stat().st_size, digest, "tiny_llm/tiny.gguf")
     return replace(
-        SMOLLM2, name="tiny", package="tiny-llm", version="1.0", member="tiny_llm/tiny.gguf", folder_bytes=len(weights),
-        wheel_bytes=packed.stat().st_size, wheel_sha256=hashlib.sha256(packed.read_bytes()).hexdigest(),
-        member_bytes=len(weights), member_sha256=hashlib.sha256(weights).hexdigest(),
+        SMOLLM2, name="tiny", parts=(part,), folder_bytes=len(weights),
+        gguf_bytes=len(weights), gguf_sha256=hashlib.sha256(weights).hexdigest(),
     )  # fmt: skip
 
 

