@@ -151,6 +151,20 @@ def cache_class(compiled: Compiled) -> type[KVCache]:
     return found
 
 
+def class_of(policy: Policy, text: str) -> type[KVCache]:
+    """The class of a checked policy that a pass has made, as `load` makes that of a file.
+
+    Args:
+        text: what the policy would be written as.
+
+    Raises:
+        KvdslError: if the cache folder cannot be written to.
+    """
+    from kvdsl.compiler import Compiled, package
+
+    return cache_class(Compiled(policy, package(policy, text), {}, (), SourceFile(f"<{policy.stem}>", text), {}))
+
+
 def class_in_memory(policy: Policy, files: Mapping[str, str] | None = None) -> type[KVCache]:
     """The class of a checked policy, out of a package that lies nowhere: for the torch backend, which builds nothing.
 

@@ -18,7 +18,8 @@ from kvdsl.errors import KvdslError
 from kvdsl.standard_input import is_named
 
 _STEP = 2048
-"""Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short."""
+"""Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short. Where prompts
+are shared vLLM's own choice stands: they come in parts then, and are in its blocks either way."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -103,9 +104,12 @@ def served(
     longest = max_model_len or _longest(place, config)
     _build(asked)
     told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory}}
-    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest,
-            "--max-num-batched-tokens": max(longest, _STEP), "--served-model-name": model}  # fmt: skip
+    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--served-model-name": model}
+    if not asked.answers:
+        ours["--max-num-batched-tokens"] = max(longest, _STEP)
     if trace is not None:
+        if asked.answers:
+            raise KvdslError("a request that shares its prompt is not traced yet: leave --kvdsl-trace out")
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
         ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}
@@ -158,6 +162,7 @@ def _build(asked: Any) -> None:
 
     from kvdsl.integrations.vllm.evictions import library
     from kvdsl.runtime.backends import choose
+    from kvdsl.runtime.cpu import answers
     from kvdsl.runtime.cpu.backend import CpuBackend
     from kvdsl.runtime.cpu.rows import Rows
 
@@ -168,3 +173,5 @@ def _build(asked: Any) -> None:
     if isinstance(backend, CpuBackend):
         Rows(backend)
     library()
+    if asked.answers:
+        answers.library()

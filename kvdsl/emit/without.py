@@ -53,10 +53,27 @@ def without(manifest: str | bytes, target: str) -> str | None:
 
 def _line(refusal: str, source: str) -> tuple[int, str] | None:
     """The first line that says what is refused: its number and its text. None where it is another file's."""
-    words = re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", refusal)))
-    bare = re.sub(r'"""(?s:.*?)"""|"[^"\n]*"|#[^\n]*', lambda text: re.sub(r"[^\n]", " ", text[0]), source)
+    return next(iter(_lines(refusal, source)), None)
+
+
+def statement(refusal: str, source: str) -> tuple[int, str] | None:
+    """Likewise the line that has most words of what is refused, of which the first is the statement's: there may be several of a kind."""
+    words = set(_words(refusal))
+    return max(_lines(refusal, source), key=lambda line: len(words & set(_WORD.findall(line[1]))), default=None)
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def _words(refusal: str) -> list[str]:
+    return _WORD.findall(" ".join(re.findall(r"`([^`]+)`", refusal)))
+
+
+def _lines(refusal: str, source: str) -> list[tuple[int, str]]:
+    """The lines of a source with the first word that a refusal quotes: numbers and texts, without what is said in docstrings."""
+    words = _words(refusal)
     if not words:
-        return None
+        return []
+    bare = re.sub(r'"""(?s:.*?)"""|"[^"\n]*"|#[^\n]*', lambda text: re.sub(r"[^\n]", " ", text[0]), source)
     named = re.compile(rf"\b{words[0].removesuffix('s')}s?\b")
-    lines = enumerate(bare.splitlines(), 1)
-    return next(((number, " ".join(line.split())) for number, line in lines if named.search(line)), None)
+    return [(number, " ".join(line.split())) for number, line in enumerate(bare.splitlines(), 1) if named.search(line)]

@@ -2,6 +2,7 @@
 """A long time of serving in vLLM: requests of many lengths come and go, some of them aborted at any moment, in the prompt too.
 
 .venv/vllm/bin/python -m scripts.serving.vllm_soak --requests 10000 --json > results/cpu/vllm_soak.json
+.venv/vllm/bin/python -m scripts.serving.vllm_soak --policy h2o_answer --set budget=12 --common 200 --blocks 300
 
 Every answer is compared with what the same request gets alone; in the end every page is free again, and memory is where it was when the
 engine was warm. It fails if one answer is another (but where two tokens are as likely as each other, to rounding), or a page is lost.
@@ -68,6 +69,8 @@ class Tally:
 @click.option(
     "--aborts", type=click.FloatRange(0, 1), default=0.25, show_default=True, help="Share of the requests that are aborted."
 )
+@click.option("--common", type=click.IntRange(0), default=0, help="Tokens with which every second prompt begins.")
+@click.option("--blocks", type=click.IntRange(2), help="Blocks of the cache, in place of all that there is room for.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
@@ -77,6 +80,8 @@ def main(
     at_once: int,
     together: int,
     aborts: float,
+    common: int,
+    blocks: int | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -90,26 +95,31 @@ def main(
     given = {name: int(value) for name, value in (settings or {"budget": "48"}).items()}
     llm = LLM(
         str(reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=at_once, enforce_eager=True,
-        max_num_seqs=together, additional_config={"kvdsl": {"policy": policy, **given}},
+        max_num_seqs=together, block_size=16, num_gpu_blocks_override=blocks, disable_log_stats=False,
+        additional_config={"kvdsl": {"policy": policy, **given}},
     )  # fmt: skip
-    kinds = _kinds(llm, draw)
+    kinds = _kinds(llm, draw, common)
     free, began = _free_pages(llm), time.perf_counter()
     tally, memory = _soak(llm.llm_engine, kinds, requests, aborts, together, draw)
     found = {
         "environment": environment(dtype="fp32", seed=seed), "policy": policy, "params": given, "at_once": at_once, "together": together,
-        "requests": requests, "finished": tally.finished, "aborted": tally.aborted, "tied": tally.tied, "wrong": tally.wrong[:20],
-        "pages_lost": free - _free_pages(llm), "unfinished_prompts": _unfinished(llm), "seconds": round(time.perf_counter() - began, 1),
+        "common": common, "blocks": blocks, "requests": requests, "finished": tally.finished, "aborted": tally.aborted, "tied": tally.tied,
+        "wrong": tally.wrong[:20],
+        "pages_lost": free - _free_pages(llm), "unfinished_prompts": _unfinished(llm),
+        "hits": _counted(llm, "prefix_cache_hits"), "asked": _counted(llm, "prefix_cache_queries"),
+        "preemptions": _counted(llm, "num_preemptions"), "seconds": round(time.perf_counter() - began, 1),
         "resident_mib": memory,
     }  # fmt: skip
     click.echo(json.dumps(found, indent=1) if as_json else "\n".join(f"{name}: {value}" for name, value in found.items()))
     sys.exit(1 if tally.wrong or found["pages_lost"] else 0)
 
 
-def _kinds(llm: Any, draw: random.Random) -> list[Kind]:
+def _kinds(llm: Any, draw: random.Random, common: int) -> list[Kind]:
     """Requests of 1 to 900 tokens, served one by one."""
-    kinds = []
-    for _ in range(KINDS):
+    kinds, begin = [], [draw.randrange(10, 4000) for _ in range(common)]
+    for number in range(KINDS):
         prompt = [draw.randrange(10, 4000) for _ in range(round(900 ** draw.random()))]
+        prompt = (begin + prompt)[:900] if number % 2 else prompt
         new = draw.randint(1, 48)
         answer = llm.generate([{"prompt_token_ids": prompt}], _wanted(new), use_tqdm=False)[0].outputs[0]
         kinds.append(Kind(prompt, new, list(answer.token_ids), [_gap(step) for step in answer.logprobs]))
@@ -179,7 +189,13 @@ def _free_pages(llm: Any) -> int:
 def _unfinished(llm: Any) -> int:
     """Prompts that were aborted before they ended, whose pages nobody has had since."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    return max(len(layer.impl.reading) for layer in runner.compilation_config.static_forward_context.values())
+    layers = runner.compilation_config.static_forward_context.values()
+    return max(len(getattr(layer.impl, "reading", ())) for layer in layers)
+
+
+def _counted(llm: Any, name: str) -> int:
+    """What vLLM has counted since it began."""
+    return sum(int(one.value) for one in llm.get_metrics() if one.name == f"vllm:{name}")
 
 
 def _resident() -> float:

@@ -26,7 +26,7 @@ from .cases import Case, Tally, compare
 POLICIES = (
     "full", "random", "window", "streaming_llm", "lazy_streaming", "h2o", "scissorhands", "scissorhands_window", "tova", "roco",
     "roco_easykv", "vatp_h2o", "vatp_scissorhands", "vatp_roco", "vatp_code", "knorm", "snapkv", "pyramidkv", "adakv", "sparcas",
-    "quest", "roco_sparcas", "equip_streaming", "equip_h2o",
+    "quest", "roco_sparcas", "equip_streaming", "equip_h2o", "h2o_answer", "random_answer", "recent_answer",
 )  # fmt: skip
 TORCH_ONLY: tuple[str, ...] = ()
 BACKENDS = ("torch", "cpu")
@@ -148,6 +148,9 @@ _OBSERVED = Room((32, 33, 40, 64), (1, 9, 36, 50))  # the last 32 queries observ
 
 ROOM = {
     "h2o": Room(given={"recent": (1,)}),
+    "h2o_answer": Room((2, 5, 12), given={"recent": (1,)}),
+    "random_answer": Room((1, 5, 12)),
+    "recent_answer": Room((2, 5, 12)),
     "scissorhands": Room(given={"recent": (1,)}),
     "equip_h2o": Room((2, 5, 12, 20), given={"recent": (1, 2)}, infinite=_TURNED),
     "streaming_llm": Room(given={"sinks": (0,)}, infinite=_TURNED),

@@ -244,6 +244,15 @@ def roco_easykv(cache: Cache, generated: int = 40) -> list[int]:
     return [min(feasible, key=lambda token: (cache.mean(token), token))]
 
 
+def h2o_answer(cache: Cache) -> list[int]:
+    """H2O among what is generated; half of the budget behind the prompt for the recent tokens."""
+    return lowest(cache, of_answer(cache)[: -(int(cache.method.budget) - cache.method.prompt) // 2], cache.total)
+
+
+def of_answer(cache: Cache) -> list[int]:
+    return [token for token in cache.kept if token >= cache.method.prompt]
+
+
 def knorm(cache: Cache) -> list[int]:
     """The longest key leaves; the newest stays."""
     return lowest(cache, cache.kept[:-1], lambda token: -math.sqrt(sum(x * x for x in cache.k[token])))
@@ -352,6 +361,10 @@ def random(cache: Cache) -> list[int]:
     return lowest(cache, cache.kept, lambda token: draw(0, cache.method.layer, 0, token, cache.newest))
 
 
+def random_answer(cache: Cache) -> list[int]:
+    return lowest(cache, of_answer(cache), lambda token: draw(0, cache.method.layer, 0, token, cache.newest))
+
+
 FREQUENCIES = (1.0, 0.3, 0.05)
 
 METHODS: dict[str, Method] = {
@@ -377,6 +390,9 @@ METHODS: dict[str, Method] = {
     "equip_streaming": Method(streaming_llm, frequencies=FREQUENCIES),
     "equip_h2o": Method(h2o, frequencies=FREQUENCIES),
     "roco_easykv": Method(roco_easykv, given={"generated": 40}, tokens=85),
+    "h2o_answer": Method(h2o_answer, 20),
+    "random_answer": Method(random_answer, 20),
+    "recent_answer": Method(lambda cache: of_answer(cache)[: cache.excess], 20),
     "vatp_code": Method(vatp_code, 20, {"budget": 20, "history": 9, "sinks": 4}, prompt=24, tokens=60),
     "vatp_roco": Method(vatp_roco, given={"budget": 8, "sinks": 2}),
     "roco_sparcas": Method(

@@ -22,6 +22,10 @@ PARAMS: dict[str, dict[str, int]] = {
     "quest": {"tokens": 64},
     "sparcas": {"tokens": 48, "dims": 6},
     "roco_sparcas": {"budget": 96, "tokens": 40, "dims": 6},
+    "roco_easykv": {"generated": 12},
+    "h2o_answer": {"budget": 12},
+    "random_answer": {"budget": 12},
+    "recent_answer": {"budget": 12},
 }
 """Of the policies of which not only the budget is given."""
 

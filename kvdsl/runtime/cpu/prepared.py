@@ -28,9 +28,10 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "since",
             "seen", "real", "params", "constants", "supplied", "sinks", "slopes", "rank", "half_keys", "near", "far", "sketch", "prompt",
-            "sketch_keys", "page_bounds", "copied", "made", "taken", "seconds",
+            "sketch_keys", "page_bounds", "copied", "made", "taken", "beside", "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
         *((name, ctypes.c_int32) for name in (
             "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row", "params_per_head",
             "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",

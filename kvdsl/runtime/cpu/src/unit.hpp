@@ -178,6 +178,12 @@ class Unit {
         const float* const other = first + c * args_.group * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
       }
+      if (args_.beside) {
+        const int head = head_ * args_.group + g;
+        const float share = exp(args_.sinks[head] - top_of(g));
+        const float* const other = args_.beside + head * work_.out_stride;
+        for (int d = 0; d < work_.out_stride; ++d) first[d] += share * other[d];
+      }
       steps_.dtype->write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
     if (steps_.needs_attn) find_attn();
@@ -230,6 +236,10 @@ class Unit {
   Layout layout(void* base, int dim, int number) const {
     if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * size(dim), size(dim)};
     if (!args_.table) return in_one_piece(base, dim, number);
+    if (args_.block_stride) {
+      return {static_cast<char*>(base) + head_ * args_.head_stride, size(dim), args_.block_stride, args_.block_size,
+              args_.table + int64_t{row_} * blocks_of_row(args_)};
+    }
     const int64_t of_a_block = args_.block_size * size(dim);
     return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, size(dim), of_a_block, args_.block_size,
             args_.table + int64_t{row_} * blocks_of_row(args_)};

@@ -49,10 +49,14 @@ struct DecodeArgs {
   uint8_t* made;          // [T, B, H, C, N] gets 1 where a token chooses a slot for the layers above (C: 1, or G where each query head
                           // chooses for itself); null where the layer does not
   const uint8_t* taken;   // likewise: what a layer below has chosen, which the tokens attend to; null where they do not
+  const float* beside;    // [Hq, out_stride of src/workspace.hpp], in pairs, or null: what the queries attend to elsewhere, each share by
+                          // itself; `sinks` has the logarithms of its sums of exponentials
   double* seconds;        // [stages] or null: gets the threads' time added up, see src/laps.hpp
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
+  int64_t block_stride;   // bytes from block to block, where a table leads to blocks that are not those of one pool; 0 elsewhere
+  int64_t head_stride;    // bytes from head to head in such a block
   int32_t batch;
   int32_t kv_heads;
   int32_t group;

@@ -1,0 +1,112 @@
+"""What vLLM's scheduler is told where prompts are shared: a request has the blocks of its prompt as ever, which are hashed and shared;
+behind them one for what is remembered of the answer, and the blocks of the answer's slots, which are its own and stop growing.
+
+    | prompt: ceil(P / size) blocks | state: 1 block | answer: ceil(slots / size) blocks |
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+
+STATE_BLOCKS = 1
+
+_REMEMBERED = 100_000
+"""Requests of which the length of the prompt is remembered: more than wait to be resumed at any time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
+    """A layer's cache.
+
+    Attributes:
+        slots: tokens of an answer that a KV head holds at most, the newest included.
+    """
+
+    slots: int
+
+    @classmethod
+    def of(cls, spec: Any, slots: int) -> AnswerSpec:
+        """From what vLLM takes for full attention."""
+        found: AnswerSpec = replace_as(spec, cls, slots=slots)
+        assert {field.name for field in fields(spec)} < {field.name for field in fields(found)}
+        return found
+
+    @classmethod
+    def merge(cls, specs: list[AnswerSpec]) -> AnswerSpec:
+        """That of all layers, which have as many slots each."""
+        assert len({spec.slots for spec in specs}) == 1
+        plain = FullAttentionSpec.merge([replace_as(spec, FullAttentionSpec, drop=("slots",)) for spec in specs])
+        return cls.of(plain, specs[0].slots)
+
+    @property
+    def behind(self) -> int:
+        """Blocks of an answer: its state's, and its slots'."""
+        return STATE_BLOCKS + cdiv(self.slots, self.block_size)
+
+    def blocks(self, prompt: int, tokens: int) -> int:
+        """Of a request that has come so far. The answer has all of its blocks once the prompt has ended, so that it never waits for one."""
+        return cdiv(min(prompt, tokens), self.block_size) + (self.behind if tokens >= prompt else 0)
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        """See vLLM's."""
+        return int(super().max_num_blocks_per_req(vllm_config, max_len)) + self.behind
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Of a request whose prompt is as long as may be."""
+        longest = vllm_config.model_config.max_model_len
+        return self.blocks(longest, longest) * int(self.page_size_bytes)
+
+
+class AnswerManager(FullAttentionManager):  # type: ignore[misc]
+    """Counts a request's blocks by `AnswerSpec`; all else, hits, sharing and what is given up first, is vLLM's.
+
+    vLLM asks for blocks by a number of tokens: it is told of as many as would take these blocks under full attention.
+    """
+
+    def __init__(self, kv_cache_spec: AnswerSpec, **more: Any) -> None:
+        super().__init__(kv_cache_spec, **more)
+        self._prompts: OrderedDict[str, int] = OrderedDict()
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Remember how long the prompt is: this is where vLLM tells it, before blocks are counted. Nothing is skipped."""
+        if num_prompt_tokens is not None:
+            self._prompts[request_id] = num_prompt_tokens
+            if len(self._prompts) > _REMEMBERED:
+                self._prompts.popitem(last=False)
+
+    def _as_many(self, request_id: str, tokens: int) -> int:
+        """Tokens that take so many blocks under full attention. A request that is not known has not begun: all it has is its prompt."""
+        return int(self.kv_cache_spec.blocks(self._prompts.get(request_id, tokens), tokens)) * int(self.block_size)
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **more: Any) -> int:
+        """See vLLM's."""
+        return int(super().get_num_blocks_to_allocate(request_id, self._as_many(request_id, num_tokens), *args, **more))
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
+        """See vLLM's."""
+        found: list[Any] = super().allocate_new_blocks(
+            request_id, self._as_many(request_id, num_tokens), num_tokens_main_model
+        )
+        return found
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
+    ) -> None:
+        """Lend full blocks of the prompt, and have the request hash no more than those.
+
+        A request that lost its blocks would otherwise find another one's, in whose prompt its own answer stands: these have what full
+        attention makes of it. vLLM asks for this before a request has generated anything.
+        """
+        prompt = request.num_prompt_tokens
+        request._block_hasher = None
+        del request.block_hashes[prompt // self.block_pool.hash_block_size :]
+        super().cache_blocks(request, min(num_tokens, prompt), retention_interval, replay_boundaries=replay_boundaries)

@@ -1,0 +1,392 @@
+"""Policies that keep a prompt whole and rank what is generated behind it by itself: the answer's own policy, or what stands against it.
+
+A server shares the keys and values of a prompt between requests only if no policy takes a token out of them. Of a policy with the budget
+`prompt + N` under which every token of the prompt stays, and no token behind it is ranked by anything of the prompt's slots, `of_answers`
+makes the policy of the slots behind the prompt: with the budget N, and `position < prompt` false. Both keep the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Other, Param, Policy, Rank, Reduce, call, is_call
+from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.ir.visitors import walk, with_children, with_policy
+from kvdsl.passes.fold import fold, value_of
+from kvdsl.passes.normal import conditions, together
+
+PROMPT, BUDGET, POSITION = Input(name="prompt"), Input(name="budget"), Input(name="position")
+
+
+class NotByItselfError(Exception):
+    """The proof fails.
+
+    Attributes:
+        what: the part of the policy at which it does, and why; the words of the policy stand in backticks, the statement's first.
+        mend: what to write instead.
+    """
+
+    def __init__(self, what: str, mend: str) -> None:
+        super().__init__(f"{what}: {mend}")
+        self.what, self.mend = what, mend
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The policy of the slots behind a prompt.
+
+    Attributes:
+        policy: with a budget that does not read the prompt.
+        protected: how many tokens `keep` protects in it, for a policy in which more than the budget would cost the prompt's tokens their
+            protection; None for one in which they are the last that yield.
+    """
+
+    policy: Policy
+    protected: Expr | None
+
+    def check_room(self, given: dict[str, float], layer: int, layers: int) -> None:
+        """Raise NotByItselfError where params protect more of an answer than the budget keeps of it.
+
+        Args:
+            given: params that the user sets.
+        """
+        if self.protected is None or self.policy.budget is None:
+            return
+        names = {"@layer": float(layer), "@layers": float(layers)}
+        budget = None
+        for _ in range(2):  # the budget may read params, and params the budget
+            for param in self.policy.params:
+                value = given.get(param.name, value_of(param.default, names))
+                names |= {} if value is None else {param.name: value}
+            budget = value_of(self.policy.budget, names)
+            names |= {} if budget is None else {"@budget": math.floor(budget)}
+        protected = value_of(self.protected, names)
+        if protected is None or budget is None or protected > math.floor(budget):
+            raise NotByItselfError(
+                "`keep` may protect more of an answer than the budget keeps of it, and tokens of the prompt would leave",
+                "give a larger budget, protect fewer tokens, or write `keep first prompt`, which yields last",
+            )
+
+
+def counts_from_the_prompt(policy: Policy) -> bool:
+    """Whether the budget is a prompt's tokens and some more: then the policy is meant to keep the prompt."""
+    return policy.budget is not None and _behind(fold(policy).budget)[0] == 1
+
+
+def of_answers(policy: Policy) -> Answers:
+    """The policy of what is generated behind a prompt.
+
+    Raises:
+        NotByItselfError: if it cannot be shown that the prompt stays and that it has no say in who leaves.
+    """
+    policy = fold(policy)
+    count, budget = _behind(policy.budget)
+    if count != 1 or budget is None:
+        raise NotByItselfError("`budget` is not `prompt` and a number of tokens", "write `budget prompt + n`")
+    _check_statements(policy)
+    _check_fixed(budget, f"`budget` adds `{print_expression(budget)}` to the prompt")
+    yields_last = _kept_first(policy)
+    if not yields_last and not any(_is_the_prompt(keep.by) for keep in policy.keeps if keep.scope == "where"):
+        raise NotByItselfError("`budget` counts the prompt, and no `keep` protects all of it", "write `keep first prompt`")
+    keeps = [kept for keep in policy.keeps if (kept := _kept(keep, yields_last=yields_last)) is not None]
+    made = with_policy(
+        policy,
+        budget=budget,
+        score=None if policy.score is None else _of_slot(policy.score, f"`score {print_expression(policy.score)}`"),
+        keeps=tuple(keeps),
+        params=tuple(map(_param, policy.params)),
+        when="both",
+        prefill="whole",
+        prefill_block=None,
+    )
+    for name in ("trigger", "slack", "max_drop"):
+        _check_fixed(getattr(made, name), f"`{name} {print_expression(getattr(made, name))}`")
+    counts = [keep.count for keep in keeps if keep.count is not None and keep.scope in ("last", "top")]
+    return Answers(fold(made), None if yields_last else _sum(counts))
+
+
+# -- the statements ------------------------------------------------------------------------------------------------------
+
+
+def _check_statements(policy: Policy) -> None:
+    """Raise NotByItselfError for statements under which an answer's slots are not all that matters."""
+    reasons = {
+        "`budget` reads what is cached, the prompt's tokens among it": policy.measured is not None,
+        "`budget … across heads` shares one budget among heads": policy.across is not None,
+        "`budget … across layers` shares one budget among layers": policy.across_layers is not None,
+        "`when prefill` lets nothing of an answer leave": policy.when == "prefill",
+        "`select` chooses among the prompt's tokens as well": policy.select is not None,
+        "`sketch` looks at the prompt's keys as well": policy.sketch is not None,
+        "`positions compact` counts the prompt's tokens": policy.positions == "compact",
+        "`score` is reduced over heads, which then lose the same tokens": policy.victims != "own",
+        "`layers` in which nothing leaves grow with the answer": policy.layers is not None,
+        "`group each` is for selections": policy.group == "each",
+        "`cap hard` makes room before a token is placed": policy.cap == "hard",
+        "`storage blocks` has slots in blocks of its own": policy.storage == "blocks",
+    }
+    for what, holds in reasons.items():
+        if holds:
+            raise NotByItselfError(what, "leave it out")
+
+
+def _behind(budget: Expr | None) -> tuple[int | None, Expr | None]:
+    """How many times the prompt is in a budget, and what else is; None times where it is in it in another way than in a sum."""
+    if budget is None:
+        return None, None
+    if budget == PROMPT:
+        return 1, Number(value=0)
+    if is_call(budget, "+", "-"):
+        (times, left), (more, right) = map(_behind, budget.args)
+        if times is None or more is None or left is None or right is None:
+            return None, None
+        total = times + more if budget.op == "+" else times - more
+        return total, _plain_sum(budget.op, left, right)
+    if is_call(budget, "where") and not _reads_prompt(budget.args[0]):
+        (times, left), (more, right) = map(_behind, budget.args[1:])
+        if times != more or left is None or right is None:
+            return None, None
+        return times, call("where", budget.args[0], left, right)
+    return (None, None) if _reads_prompt(budget) else (0, budget)
+
+
+def _plain_sum(op: str, left: Expr, right: Expr) -> Expr:
+    zero = Number(value=0)
+    if right == zero:
+        return left
+    return right if left == zero and op == "+" else call(op, left, right)
+
+
+def _kept_first(policy: Policy) -> bool:
+    """Whether `keep first` has all of the prompt, and yields only when nothing else is left."""
+    first = any(keep.scope == "first" and keep.count == PROMPT for keep in policy.keeps)
+    return first and (policy.ends_last or all(keep.scope in ("first", "last") for keep in policy.keeps))
+
+
+def _kept(keep: Keep, *, yields_last: bool) -> Keep | None:
+    """What a `keep` protects behind the prompt; None for one that protects the prompt alone."""
+    where = f"`{print_keep(keep)}`"
+    if (keep.scope == "first" and keep.count == PROMPT) or (keep.scope == "where" and _is_the_prompt(keep.by)):
+        return None
+    if keep.scope == "first":
+        raise NotByItselfError(f"{where} counts tokens of the prompt", "write `keep first prompt`")
+    count = None if keep.count is None else _of_slot(keep.count, where)
+    by = None if keep.by is None else _of_slot(keep.by, where)
+    if keep.scope == "top":
+        _check_prompt_is_lowest(keep, where)
+    if keep.scope == "where" and not yields_last:
+        raise NotByItselfError(
+            f"{where} may protect more tokens than the budget keeps, and tokens of the prompt would leave",
+            "write `keep first prompt`, which yields last, or `keep top n by …`",
+        )
+    return Keep(scope=keep.scope, count=count, by=by)
+
+
+def _check_prompt_is_lowest(keep: Keep, where: str) -> None:
+    """Raise NotByItselfError unless every token of the prompt ranks below all others, or as low, by what `keep top` goes by.
+
+    Of equals the newer token is the higher, which is never one of the prompt.
+    """
+    by = keep.by
+    if is_call(by, "where") and (side := _of_the_prompt(by.args[0])) is not None:
+        lowest, others = by.args[1:] if side else by.args[:0:-1]
+        bound = least(others)
+        if isinstance(lowest, Number) and bound is not None and bound >= lowest.value:
+            return
+    raise NotByItselfError(
+        f"{where} may protect tokens of the prompt in place of others",
+        "write `by where(position < prompt, -1, …)` with something that is never below that",
+    )
+
+
+def _param(param: Param) -> Param:
+    return param.model_copy(update={"default": _of_slot(param.default, f"`param {param.name}`")})
+
+
+def _check_fixed(expr: Expr, where: str) -> None:
+    for part in walk(expr):
+        if isinstance(part, Input) and part.name not in ("layer", "layers", "everything", "budget"):
+            raise NotByItselfError(
+                f"{where}, which reads `{part.name}`", "state a number that does not depend on the prompt"
+            )
+
+
+# -- expressions ---------------------------------------------------------------------------------------------------------
+
+
+def _of_slot(expr: Expr, where: str) -> Expr:
+    """What an expression is of a slot behind the prompt, made of such slots alone.
+
+    Raises:
+        NotByItselfError: if it reads anything of the prompt's slots, their number included.
+    """
+    side = _of_the_prompt(expr)
+    if side is not None:
+        return Number(value=0 if side else 1)
+    if is_call(expr, "-") and expr.args == (BUDGET, PROMPT):  # of the answer's own policy it is the budget
+        return BUDGET
+    if isinstance(expr, Input):
+        return _of_input(expr, where)
+    if isinstance(expr, Reduce):
+        return _of_reduction(expr, where)
+    if isinstance(expr, Rank):
+        if expr.within != "all" or _of_the_prompt(expr.by) is None:
+            raise _reads_slots(
+                f"{where} ranks tokens beside those of the prompt, by `{_short(expr)}`", "rank(x by position < prompt)"
+            )
+        return Rank(body=_of_slot(expr.body, where))
+    if is_call(expr, "leverage", "enough"):
+        raise _reads_slots(f"{where} compares tokens with those of the prompt, by `{_short(expr)}`", None)
+    found = with_children(expr, lambda part: _of_slot(part, where))
+    return _decided(found)
+
+
+def _of_input(expr: Input, where: str) -> Expr:
+    if expr.name == "budget":
+        raise NotByItselfError(f"{where} reads `budget`, which counts the prompt's tokens", "write `budget - prompt`")
+    if expr.name in ("prompt", "live", "seen"):
+        raise NotByItselfError(
+            f"{where} reads `{expr.name}`, which counts the prompt's tokens",
+            "leave it out; the prompt may be asked for as in `position < prompt` only",
+        )
+    return expr
+
+
+def _of_reduction(expr: Reduce, where: str) -> Expr:
+    if expr.axis is Axis.HEAD:
+        raise NotByItselfError(f"{where} compares heads, by `{_short(expr)}`", "leave `over heads` out")
+    if expr.within in ("text", "sketch", "page", "next"):
+        example = "max(x over slots where position >= prompt by …)" if expr.within in ("page", "next") else None
+        raise _reads_slots(f"{where} reads more than the answer, by `{_short(expr)}`", example)
+    changed: dict[str, Expr | None] = {}
+    if expr.axis in (Axis.SLOT, Axis.OTHER):
+        changed = _behind_the_prompt(expr, where)
+    found = with_children(expr.model_copy(update=changed), lambda part: _of_slot(part, where))
+    assert isinstance(found, Reduce)
+    always = isinstance(found.where, Number) and found.where.value != 0
+    return found.model_copy(update={"where": None}) if always else found
+
+
+def _behind_the_prompt(expr: Reduce, where: str) -> dict[str, Expr | None]:
+    """The filter and key of a reduction over slots that leaves the prompt's out, without what leaves them out."""
+    parts = conditions(expr.where)
+    left = [part for part in parts if not _is_behind(part, other=expr.axis is Axis.OTHER)]
+    if len(left) < len(parts):
+        return {"where": together(left)}
+    if expr.axis is Axis.SLOT and expr.by is not None and _of_the_prompt(expr.by) is not None:
+        return {"by": None}
+    name = "j." if expr.axis is Axis.OTHER else ""
+    raise _reads_slots(
+        f"{where} reads the prompt's slots, by `{_short(expr)}`",
+        f"over slots{' as j' * bool(name)} where {name}position >= prompt",
+    )
+
+
+def _reads_slots(what: str, example: str | None) -> NotByItselfError:
+    mend = "leave it out" if example is None else f"write `{example}`, so that only what is generated is compared"
+    return NotByItselfError(what, mend)
+
+
+def _is_behind(condition: Expr, *, other: bool) -> bool:
+    """Whether a condition holds exactly for slots behind the prompt; `other`: for the one that a slot is compared with."""
+    if not other:
+        return _of_the_prompt(condition) is False
+    if isinstance(condition, Other):
+        return _of_the_prompt(condition.body) is False
+    return isinstance(condition, Call) and _of_the_prompt(_without_other(condition)) is False
+
+
+def _without_other(condition: Call) -> Expr:
+    bare = tuple(part.body if isinstance(part, Other) else part for part in condition.args)
+    return condition if Other(body=POSITION) not in condition.args else condition.model_copy(update={"args": bare})
+
+
+def _is_the_prompt(expr: Expr | None) -> bool:
+    return _of_the_prompt(expr) is True
+
+
+def _of_the_prompt(expr: Expr | None) -> bool | None:
+    """Whether a condition holds exactly for the prompt's tokens (True), exactly for all others (False), or is another (None)."""
+    if is_call(expr, "not"):
+        inner = _of_the_prompt(expr.args[0])
+        return None if inner is None else not inner
+    if not isinstance(expr, Call) or len(expr.args) != 2:
+        return None
+    said = {"<": True, ">=": False} if expr.args == (POSITION, PROMPT) else {}
+    said |= {">": True, "<=": False} if expr.args == (PROMPT, POSITION) else {}
+    return said.get(expr.op)
+
+
+def _decided(expr: Expr) -> Expr:
+    """The branch that is taken, where that is known by now."""
+    if is_call(expr, "where") and isinstance(expr.args[0], Number):
+        return expr.args[1] if expr.args[0].value != 0 else expr.args[2]
+    if is_call(expr, "and", "or"):
+        for known, rest in (expr.args, expr.args[::-1]):
+            if isinstance(known, Number):
+                decides = (known.value != 0) == (expr.op == "or")
+                return Number(value=float(expr.op == "or")) if decides else rest
+    return expr
+
+
+def _reads_prompt(expr: Expr) -> bool:
+    return any(part == PROMPT for part in walk(expr))
+
+
+def _short(expr: Expr) -> str:
+    return print_expression(expr)
+
+
+def _sum(counts: Sequence[Expr]) -> Expr:
+    total: Expr = Number(value=0)
+    for count in counts:
+        total = call("+", total, call("floor", count))
+    return total
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------------
+
+_LOW = {"attn": 0.0, "age": 0.0, "position": 0.0, "observed": 1.0}
+_AT_LEAST_ZERO = frozenset({"exp", "<", "<=", ">", ">=", "==", "!=", "and", "or", "not", "random"})
+
+
+def least(expr: Expr) -> float | None:
+    """What an expression is never below, nor NaN; None where that is not known."""
+    if isinstance(expr, Number):
+        return expr.value
+    if isinstance(expr, Input):
+        return _LOW.get(expr.name)
+    if isinstance(expr, Reduce):
+        return _least_reduced(expr)
+    return _least_called(expr) if isinstance(expr, Call) else None
+
+
+def _least_reduced(expr: Reduce) -> float | None:
+    """Of what queries give: the slot's own token is one of them, so that there is no reduction of nothing but by a filter."""
+    low = least(expr.body)
+    if expr.axis is not Axis.QUERY or expr.within != "all" or expr.where is not None or low is None:
+        return None
+    if expr.op in ("std", "var"):
+        return 0.0
+    if expr.op == "sum":
+        return 0.0 if low >= 0 else None
+    return low if expr.op in ("mean", "max", "min", "last", "ema") else None
+
+
+def _least_called(expr: Call) -> float | None:
+    if expr.op in _AT_LEAST_ZERO:
+        return 0.0
+    lows = [low for low in map(least, expr.args) if low is not None]
+    if expr.op == "where":
+        lows = [low for low in map(least, expr.args[1:]) if low is not None]
+        return min(lows) if len(lows) == 2 else None
+    if len(lows) < len(expr.args):
+        return None
+    if expr.op in ("max", "min"):
+        return max(lows) if expr.op == "max" else min(lows)
+    if expr.op == "+":
+        return math.fsum(lows)
+    if expr.op in ("*", "sqrt", "abs") and min(lows) >= 0:
+        return math.prod(lows) if expr.op == "*" else 0.0
+    return None

@@ -1,0 +1,137 @@
+// One token behind the prompt of each of some requests. It attends to the prompt, in blocks that others may share, and then takes the policy's step
+// over the answer's slots, to which the prompt is a sink: its log-sum-exp joins the softmax, so that the policy observes the
+// probabilities that the token gives among all, and what the prompt says joins the output.
+#include <kvdsl/args.hpp>
+#include <kvdsl/dtype.hpp>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "attend.hpp"
+
+using namespace kvdsl;
+
+// Mirrored in answers.py, which says more. A block has for each KV head its keys, then its values. A request's row of the table has the blocks of its
+// prompt, the block of its answer's state, and those of its answer.
+struct Answers {
+  int (*decode)(const DecodeArgs*);
+  const DecodeArgs* plan;  // what is the same for all requests
+  char* blocks;            // the layer's
+  const int32_t* table;    // [requests, table_stride]
+  const int64_t* row;      // [count] the token among the vectors below
+  const int64_t* request;  // [count] its request's row of the table
+  const int64_t* place;    // [count] its place in the request's text
+  const int64_t* prompt;   // [count] tokens of the request's prompt
+  const char *query, *key, *value;
+  char* out;
+  int64_t query_stride, key_stride, value_stride, out_stride;  // bytes from token to token
+  int64_t table_stride, block_bytes, head_bytes;
+  int64_t position_at, state_at, seen_at;  // bytes, in the block of the answer's state
+  int32_t count, block_size, dtype, threads;
+};
+
+namespace {
+
+const Dtype& dtype_of(int code) { return code == 0 ? float32 : code == 1 ? bfloat16 : float16; }
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What the tokens' query heads find in their prompts: the sums' logarithms, [count, Hq], and what they attend to, [count, Hq, stride].
+struct Found {
+  std::vector<float> lse, out;
+  int64_t stride;
+};
+
+struct Work {
+  std::vector<float> query, plain, scores, tops, totals;
+  std::vector<char> zeros;
+  std::vector<int64_t> table;
+};
+
+// The query heads of KV head h of token i.
+void attend_to_prompt(const Answers& a, int i, int h, Found& found, Work& w) {
+  const DecodeArgs& p = *a.plan;
+  const Dtype& type = dtype_of(a.dtype);
+  const int dim = p.key_dim, group = p.group, prompt = static_cast<int>(a.prompt[i]);
+  const int64_t row_bytes = int64_t{dim} * type.size, stride = found.stride, n = up(prompt, block), line = n + width;
+  const int64_t heads = (int64_t{i} * p.kv_heads + h) * group;
+  const int32_t* const table = a.table + a.request[i] * a.table_stride;
+  char* const base = a.blocks + h * a.head_bytes;
+  w.query.resize(group * stride), w.plain.resize(dim), w.scores.resize(group * line);
+  w.zeros.assign(row_bytes, 0), w.tops.assign(group, -INFINITY);
+  const void* rows[block];
+  int32_t visible[block];
+  const auto find = [&](int from, int64_t offset) {
+    for (int r = 0; r < block; ++r) {
+      const int at = from + r;
+      visible[r] = -static_cast<int32_t>(at < prompt);
+      rows[r] = at < prompt ? base + table[at / a.block_size] * a.block_bytes + offset + (at % a.block_size) * row_bytes : w.zeros.data();
+    }
+  };
+  const char* const query = a.query + a.row[i] * a.query_stride + h * group * row_bytes;
+  for (int g = 0; g < group; ++g) type.read(query + g * row_bytes, dim, w.plain.data(), w.query.data() + g * stride);
+  for (int from = 0; from < n; from += block) {
+    find(from, 0);
+    type.dot(w.query.data(), stride, group, rows, nullptr, dim, w.scores.data() + from, line);
+    for (int g = 0; g < group; ++g) {
+      w.tops[g] = finish_scores(w.scores.data() + g * line + from, visible, p.scale, p.softcap, 0.0f, nullptr, w.tops[g]);
+    }
+  }
+  float* const out = found.out.data() + heads * stride;
+  std::fill_n(out, group * stride, 0.0f);
+  for (int g = 0; g < group; ++g) {
+    const float total = exponentiate(w.scores.data() + g * line, static_cast<int>(n), w.tops[g]);
+    found.lse[heads + g] = w.tops[g] + std::log(total);
+    for (int64_t at = 0; at < n; ++at) w.scores[g * line + at] /= total;
+  }
+  for (int from = 0; from < n; from += block) {
+    find(from, a.head_bytes / 2);
+    type.add(w.scores.data() + from, line, group, rows, nullptr, dim, out, stride);
+  }
+}
+
+int step(const Answers& a, int i, const Found& found, Work& w) {
+  const int64_t row = a.row[i], heads = int64_t{i} * a.plan->kv_heads * a.plan->group;
+  const int prompt = static_cast<int>(a.prompt[i]);
+  const int32_t* const behind = a.table + a.request[i] * a.table_stride + (prompt + a.block_size - 1) / a.block_size;
+  char* const state = a.blocks + behind[0] * a.block_bytes;
+  DecodeArgs args = *a.plan;
+  args.position = reinterpret_cast<int32_t*>(state + a.position_at);
+  args.state = reinterpret_cast<float*>(state + a.state_at);
+  args.seen = reinterpret_cast<int32_t*>(state + a.seen_at);
+  if (a.place[i] == prompt) {  // the answer begins: nothing of whoever had the blocks before is seen
+    std::fill_n(args.position, int64_t{args.kv_heads} * args.slots, -1);
+    *args.seen = prompt;
+  }
+  if (*args.seen != a.place[i]) return not_live;
+  w.table.assign(behind + 1, behind + 1 + (args.slots + a.block_size - 1) / a.block_size);
+  args.table = w.table.data();
+  args.query = a.query + row * a.query_stride;
+  args.key = a.key + row * a.key_stride;
+  args.value = a.value + row * a.value_stride;
+  args.out = a.out + row * a.out_stride;
+  args.sinks = found.lse.data() + heads;
+  args.beside = found.out.data() + heads * found.stride;
+  return a.decode(&args);
+}
+
+}  // namespace
+
+extern "C" int kvdsl_answer(const Answers* a) {
+  const DecodeArgs& p = *a->plan;
+  const int64_t queries = int64_t{a->count} * p.kv_heads * p.group;
+  Found found{std::vector<float>(queries), {}, up(p.key_dim, pair)};
+  found.out.resize(queries * found.stride);
+  int status = ok;
+#pragma omp parallel num_threads(a->threads) reduction(| : status) if (a->threads > 1)
+  {
+    static thread_local Work work;
+#pragma omp for schedule(dynamic, 1)
+    for (int unit = 0; unit < a->count * p.kv_heads; ++unit) attend_to_prompt(*a, unit / p.kv_heads, unit % p.kv_heads, found, work);
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < a->count; ++i) status |= step(*a, i, found, work);
+  }
+  return status;
+}

@@ -1,0 +1,96 @@
+"""One token of many answers of a layer, in one call: prompts lie in blocks that they may share, and the policy is of what is behind."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.cpu.backend import check
+from kvdsl.runtime.cpu.prepared import DecodeArgs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""In the order of answers.cpp."""
+
+_SOURCE = Path(__file__).with_name("answers.cpp")
+
+
+class _Told(ctypes.Structure):
+    """Mirrors `Answers` of answers.cpp field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "decode", "plan", "blocks", "table", "row", "request", "place", "prompt", "query", "key", "value", "out",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "query_stride", "key_stride", "value_stride", "out_stride", "table_stride", "block_bytes", "head_bytes", "position_at",
+            "state_at", "seen_at",
+        )),
+        *((name, ctypes.c_int32) for name in ("count", "block_size", "dtype", "threads")),
+    )  # fmt: skip
+
+
+class Answers:
+    """Those of one layer.
+
+    Args:
+        kernel: the address of the policy's function that decodes.
+        args: what it is told of an answer's slots, but for where they lie.
+        blocks: [blocks, kv_heads, 2, tokens of a block, dim] contiguous: keys and values. A request's blocks are those of its prompt, one
+            for what is remembered of its answer, and those of its slots.
+        places: where in that one `position`, `columns` and `seen` begin, in bytes; one without columns has none.
+    """
+
+    def __init__(self, kernel: ctypes.c_void_p, args: DecodeArgs, blocks: Tensor, places: Mapping[str, int]) -> None:
+        count, heads, _, size, dim = blocks.shape
+        head_bytes = 2 * size * dim * blocks.element_size()
+        args.keys, args.values = blocks.data_ptr(), blocks.data_ptr() + head_bytes // 2
+        args.blocks, args.block_size, args.block_stride, args.head_stride = count, size, heads * head_bytes, head_bytes
+        for stride in (args.query_stride, args.key_stride, args.value_stride):
+            stride[:] = (0, dim, 0)
+        self._dim, self._args = dim, args
+        self._told = _Told(
+            decode=kernel.value, plan=ctypes.addressof(args), blocks=blocks.data_ptr(), block_bytes=heads * head_bytes,
+            head_bytes=head_bytes, position_at=places["position"], state_at=places.get("columns", 0), seen_at=places["seen"],
+            block_size=size, dtype=DTYPES.index(blocks.dtype),
+        )  # fmt: skip
+
+    def decode_rows(
+        self, table: Tensor, which: tuple[Tensor, Tensor, Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> None:  # fmt: skip
+        """One token of each of some requests.
+
+        Args:
+            table: int32 [requests, blocks], each one's blocks in order.
+            which: int64 [tokens] each, contiguous: where the tokens are among the vectors, their requests' rows of the table, their places
+                in the texts, and how many tokens the prompts have.
+            query, key, value: [tokens, heads, dim], a token's heads one after the other.
+            out: gets the attention, [tokens, query_heads, dim].
+
+        Raises:
+            KvdslError: if an answer is not in its blocks as far as it has come.
+        """
+        told = self._told
+        for name, x in zip(("query", "key", "value", "out"), (query, key, value, out), strict=True):
+            if x.stride(2) != 1 or x.stride(1) != self._dim:
+                raise ValueError("a token's heads must lie one after the other")
+            setattr(told, name, x.data_ptr())
+            setattr(told, f"{name}_stride", x.stride(0) * x.element_size())
+        for name, numbers in zip(("row", "request", "place", "prompt"), which, strict=True):
+            setattr(told, name, numbers.data_ptr())
+        told.table, told.table_stride, told.count = table.data_ptr(), table.stride(0), len(which[0])
+        told.threads = torch.get_num_threads()
+        check(library()(ctypes.byref(told)))
+
+
+@lru_cache
+def library() -> Any:
+    """What takes the step, built now if it has not been."""
+    from kvdsl.build.cxx import kernel_library, open_library
+
+    return open_library(partial(kernel_library, _SOURCE, "answers"), "answers").kvdsl_answer

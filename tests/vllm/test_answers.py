@@ -1,0 +1,377 @@
+"""Prompts in vLLM's own blocks, which requests share, and answers under a policy: what each request gets is what it gets in transformers,
+whoever else is served, however its prompt comes, and if it loses its blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.answers import AnswerAttention
+from kvdsl_lab.assets import reference_model_path
+from tests.vllm.alone import NEAR, alone, params, reference
+from tests.vllm.texts import drawn
+
+KEPT, NEW = 12, 40
+"""Tokens of an answer that stay, and those that are generated."""
+
+POLICIES = ("roco_easykv", "h2o_answer", "random_answer", "recent_answer")
+LENGTHS = (1, 9, 47, 130, 301)
+SIZE = 16
+"""Tokens of a block."""
+
+
+def engine(policy: str | None, at_once: int = 96, model: Path | None = None, dtype: str = "float32", **more: Any) -> LLM:
+    asked = {} if policy is None else {"additional_config": {"kvdsl": {"policy": policy, **params(policy)}}}
+    return LLM(
+        str(model or reference_model_path()), dtype=dtype, max_model_len=512, max_num_batched_tokens=at_once, max_num_seqs=8,
+        **{"enforce_eager": True, "block_size": SIZE, **asked, **more},
+    )  # fmt: skip
+
+
+def wanted(new: int = NEW, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=new, temperature=0, logprobs=0, ignore_eos=True, **more)
+
+
+def texts() -> list[list[int]]:
+    return [drawn(length) for length in LENGTHS]
+
+
+def scheduler(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def layers(llm: LLM) -> list[AnswerAttention]:
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    parts = (layer.impl for layer in runner.compilation_config.static_forward_context.values() if hasattr(layer, "impl"))
+    return [impl for impl in parts if isinstance(impl, AnswerAttention)]
+
+
+class Served:
+    """Requests in one engine, step by step.
+
+    Attributes:
+        held: by request what each layer held of its answer after its last step: sets of places, a KV head each.
+        steps: how many there were.
+    """
+
+    def __init__(self, llm: LLM, during: Callable[[Served], None] | None = None) -> None:
+        self.llm, self.during, self.steps = llm, during, 0
+        self.held: dict[str, list[list[list[int]]]] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def add(self, name: str, text: list[int], asked: SamplingParams | None = None, **more: Any) -> None:
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": text}, asked or wanted(), **more)
+
+    def run(self) -> Served:
+        core, here = self.llm.llm_engine, scheduler(self.llm)
+        while core.has_unfinished_requests():
+            where = {one.request_id: one for one in here.running}
+            for out in core.step():
+                if out.finished:
+                    self.outputs[out.request_id] = out
+            for one in where.values():
+                blocks = here.kv_cache_manager.get_block_ids(one.request_id)[0]
+                if one in here.running and one.num_output_tokens >= 2 and one.num_computed_tokens == one.num_tokens - 1:
+                    self.note(one.request_id.partition("-")[0], blocks, one.num_prompt_tokens)
+            self.steps += 1
+            if self.during is not None:
+                self.during(self)
+        return self
+
+    def note(self, name: str, blocks: list[int], prompt: int) -> None:
+        self.held[name] = [
+            [sorted(place for place in head.tolist() if place >= 0) for head in layer.held(blocks, prompt)]
+            for layer in layers(self.llm)
+        ]
+
+
+def check(policy: str, served: Served, texts: dict[str, list[int]], model: Any = None, near: float = NEAR) -> None:
+    """That log-probabilities and what is held of an answer are those of the request alone."""
+    for name, text in texts.items():
+        answer = served.outputs[name].outputs[0]
+        tokens = list(answer.token_ids)
+        found = [step[token].logprob for token, step in zip(tokens, answer.logprobs, strict=True)]
+        expected, _ = alone(policy, text, tokens, model)
+        assert np.abs(np.array(found) - expected).max() < near, name
+        if name in served.held:  # the last token that the engine has read is the one before the last two
+            _, positions = alone(policy, text, tokens[:-1], model)
+            for layer, position in positions.items():
+                kept = [sorted(head[head >= len(text)].tolist()) for head in position]
+                assert kept == served.held[name][layer], (name, layer)
+                assert all((head[head >= 0] < len(text)).sum() == len(text) for head in position)
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
+    llm = engine(request.param)
+    yield request.param, llm
+    del llm
+    gc.collect()
+
+
+def everyone(llm: LLM, during: Callable[[Served], None] | None = None) -> tuple[Served, dict[str, list[int]]]:
+    named = {f"r{len(text)}": text for text in texts()}
+    found = Served(llm, during)
+    for name, text in named.items():
+        found.add(name, text)
+    return found.run(), named
+
+
+def nothing_is_lost(llm: LLM) -> bool:
+    pool = scheduler(llm).kv_cache_manager.block_pool
+    return bool(pool.get_num_free_blocks() == pool.num_gpu_blocks - 1)
+
+
+def test_requests_together_are_what_they_are_alone(served: tuple[str, LLM]) -> None:
+    """Prompts come in parts of at most 96 tokens; then once more, when they are in the cache."""
+    policy, llm = served
+    llm.reset_prefix_cache()
+    for hits in (0, sum((length - 1) // SIZE * SIZE for length in LENGTHS)):
+        found, named = everyone(llm)
+        check(policy, found, named)
+        assert len(found.held) == len(named)
+        assert sum(out.num_cached_tokens for out in found.outputs.values()) == hits
+    assert nothing_is_lost(llm)
+
+
+def test_a_prompt_that_begins_as_another_shares_its_blocks(served: tuple[str, LLM]) -> None:
+    policy, llm = served
+    llm.reset_prefix_cache()
+    common = drawn(130)
+    named = {"first": [*common, *drawn(9)], "second": [*common, *drawn(47)]}
+    found = Served(llm)
+    for name, text in named.items():
+        found.add(name, text)
+        found.run()
+    check(policy, found, named)
+    assert found.outputs["second"].num_cached_tokens == 128
+
+
+def test_an_answer_is_not_lent(served: tuple[str, LLM]) -> None:
+    """A second turn finds the first one's prompt, and reads its answer anew, which the policy has cut."""
+    policy, llm = served
+    llm.reset_prefix_cache()
+    first = Served(llm)
+    first.add("first", drawn(47))
+    first.run()
+    text = [*drawn(47), *first.outputs["first"].outputs[0].token_ids, *drawn(9)]
+    second = Served(llm)
+    second.add("second", text)
+    check(policy, second.run(), {"second": text})
+    assert second.outputs["second"].num_cached_tokens == 32
+
+
+def test_requests_beside_some_that_are_aborted(served: tuple[str, LLM]) -> None:
+    """One amid its prompt, one amid its answer; their blocks are free for others at once."""
+    policy, llm = served
+    llm.reset_prefix_cache()
+
+    def during(served: Served) -> None:
+        if served.steps == 1:
+            served.add("prompt", drawn(250))
+            served.add("answer", drawn(7))
+        if served.steps in (3, 18):
+            served.llm.llm_engine.abort_request(["prompt" if served.steps == 3 else "answer"])
+
+    found, named = everyone(llm, during)
+    assert {"prompt", "answer"}.isdisjoint(found.outputs)
+    check(policy, found, named)
+    assert nothing_is_lost(llm)
+
+
+def test_requests_that_lose_their_blocks_go_on_as_if_they_had_not(served: tuple[str, LLM]) -> None:
+    """Twice: an answer is read again through the policy, several of its tokens in one step, behind what is found of the prompt."""
+    policy, llm = served
+
+    def during(served: Served) -> None:
+        if served.steps in (16, 30):
+            assert served.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    found, named = everyone(llm, during)
+    check(policy, found, named)
+    assert nothing_is_lost(llm)
+
+
+def test_who_is_preempted_finds_its_prompt_and_not_its_answer_in_anothers(served: tuple[str, LLM]) -> None:
+    """The other one's prompt has this one's answer in it, as full attention makes it."""
+    policy, llm = served
+    llm.reset_prefix_cache()
+    text = drawn(128)
+
+    def during(served: Served) -> None:
+        here = scheduler(served.llm)
+        one = next((one for one in here.requests.values() if one.request_id.startswith("r128")), None)
+        if served.steps == 34 and one is not None:
+            served.add("other", list(one.all_token_ids), wanted(2))
+        if served.steps == 37 and one is not None:
+            here.running.remove(one)
+            here._preempt_request(one, 0.0)
+            assert here.kv_cache_manager.get_computed_blocks(one)[1] == 128
+
+    found = Served(llm, during)
+    found.add("r128", text)
+    found.run()
+    assert "other" in found.outputs
+    check(policy, found, {"r128": text})
+
+
+def test_another_policy_says_other_things(served: tuple[str, LLM]) -> None:
+    """The comparisons above can fail: under full attention the same text is another, as soon as somebody has left."""
+    _, llm = served
+    found = Served(llm)
+    found.add("r47", drawn(47))
+    answer = found.run().outputs["r47"].outputs[0]
+    tokens = list(answer.token_ids)
+    thought = np.array([step[token].logprob for token, step in zip(tokens, answer.logprobs, strict=True)])
+    model, _ = reference()
+    with torch.no_grad():
+        logits = model(torch.tensor([drawn(47) + tokens])).logits[0, 46:-1].log_softmax(-1)
+    full = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+    assert np.abs(thought - full).max() > 100 * NEAR
+    assert np.abs(thought - full)[: KEPT + 1].max() < NEAR  # nobody has left yet
+
+
+def test_several_answers_and_stop_strings(served: tuple[str, LLM]) -> None:
+    policy, llm = served
+    llm.reset_prefix_cache()
+    three = SamplingParams(n=3, max_tokens=24, temperature=1.0, seed=None, logprobs=0, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": drawn(47)}], three, use_tqdm=False)[0]
+    for one in out.outputs:
+        expected, _ = alone(policy, drawn(47), list(one.token_ids))
+        found = [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+        assert np.abs(np.array(found) - expected).max() < NEAR
+    (whole,) = llm.generate([{"prompt_token_ids": drawn(9)}], wanted(), use_tqdm=False)
+    text = whole.outputs[0].text
+    end = text[len(text) // 2 : len(text) // 2 + 4]
+    (cut,) = llm.generate([{"prompt_token_ids": drawn(9)}], wanted(stop=[end]), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(end)]
+    assert nothing_is_lost(llm)
+
+
+def test_blocks_stop_growing_and_who_runs_keeps_them() -> None:
+    """A small pool: an answer has its blocks as soon as its prompt has ended, so that nobody is preempted amid one; priorities hold."""
+    llm = engine("h2o_answer", num_gpu_blocks_override=27, scheduling_policy="priority", watermark=0.0)
+    counts: dict[str, set[int]] = {}
+
+    def during(served: Served) -> None:
+        for one in scheduler(served.llm).running:
+            if one.num_output_tokens:
+                blocks = scheduler(served.llm).kv_cache_manager.get_block_ids(one.request_id)[0]
+                counts.setdefault(one.request_id.partition("-")[0], set()).add(len(blocks))
+
+    found = Served(llm, during)
+    named = {f"r{len(text)}": text for text in texts()}
+    for urgency, (name, text) in enumerate(reversed(named.items())):
+        found.add(name, text, priority=urgency)
+    found.run()
+    check("h2o_answer", found, named)
+    answer = 1 + -(-(KEPT + 1) // SIZE)
+    assert counts == {name: {-(-len(text) // SIZE) + answer} for name, text in named.items()}
+    assert next(iter(found.outputs)) == "r301"
+    assert sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions") == 0
+    assert nothing_is_lost(llm)
+
+
+@pytest.mark.parametrize("at_once", [33, 512])
+def test_whatever_the_parts_of_a_prompt(at_once: int) -> None:
+    llm = engine("roco_easykv", at_once)
+    found, named = everyone(llm)
+    check("roco_easykv", found, named)
+
+
+@pytest.mark.parametrize("policy", ["h2o_answer", "roco_easykv"])
+def test_another_model(policy: str, tmp_path: Path) -> None:
+    """Heads of other sizes, each KV head for itself, blocks of vLLM's own size, compiled around attention."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=32, max_position_embeddings=512, initializer_range=0.4,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    llm = engine(policy, model=tmp_path, skip_tokenizer_init=True, enforce_eager=False, block_size=None)
+    found, named = everyone(llm)
+    check(policy, found, named, model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_say_nearly_what_they_say_in_transformers(dtype: str) -> None:
+    """As near as full attention is to transformers in that dtype, twice."""
+    from kvdsl.assets import load_reference_model
+
+    model = load_reference_model(getattr(torch, dtype))[0]
+    far = {}
+    for policy in (None, "random_answer"):
+        llm = engine(policy, dtype=dtype)
+        found, named = everyone(llm)
+        far[policy] = max(_difference(found, name, text, policy or "full", model) for name, text in named.items())
+        del llm
+        gc.collect()
+    assert 0 < far["random_answer"] < 2 * far[None]
+
+
+def _difference(found: Served, name: str, text: list[int], policy: str, model: Any) -> float:
+    answer = found.outputs[name].outputs[0]
+    expected, _ = alone(policy, text, list(answer.token_ids), model)
+    thought = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+    return float(np.median(np.abs(np.array(thought) - expected)))
+
+
+def test_an_engine_without_a_policy_before_and_after_is_untouched() -> None:
+    """In one process: an answer's blocks are hashed and found again there, and what is said is what is said without kvdsl."""
+
+    def said(llm: LLM) -> tuple[list[int], list[float], int]:
+        first = llm.generate([{"prompt_token_ids": drawn(47)}], wanted(), use_tqdm=False)[0].outputs[0]
+        tokens = list(first.token_ids)
+        again = llm.generate([{"prompt_token_ids": [*drawn(47), *tokens, 7]}], wanted(2), use_tqdm=False)[0]
+        thought = [step[token].logprob for token, step in zip(tokens, first.logprobs, strict=True)]
+        return tokens, thought, again.num_cached_tokens
+
+    before = engine(None)
+    heard = said(before)
+    assert heard[2] == (47 + NEW) // SIZE * SIZE
+    ours = engine("h2o_answer")
+    found = Served(ours)
+    found.add("r47", drawn(47))
+    check("h2o_answer", found.run(), {"r47": drawn(47)})
+    assert said(engine(None)) == heard
+    before.reset_prefix_cache()
+    assert said(before) == heard
+
+
+REFUSED = [
+    ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*by position < prompt|over slots where position >= prompt"),
+    ({"policy": "h2o_answer", "budget": 0.25}, {}, "a rate of each prompt"),
+    ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
+    ({"policy": "h2o_answer", "budget": 4096}, {}, "say --block-size"),
+    ({"policy": "h2o_answer", "budget": 64}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                                                     "prompt_lookup_max": 3}}, "leave --speculative-config out"),
+    ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
+    ({"policy": "h2o_answer", "budget": 64}, {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "kv-events"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "more", "why"), REFUSED, ids=str)
+def test_refusals(asked: dict[str, Any], more: dict[str, Any], why: str) -> None:
+    with pytest.raises(Exception, match=why):
+        engine(None, **more, additional_config={"kvdsl": asked})
+
+
+def test_the_block_size_that_is_named_is_large_enough() -> None:
+    with pytest.raises(Exception, match="--block-size") as caught:
+        engine(None, additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 4096}})
+    assert isinstance(caught.value, KvdslError)
+    size = int(str(caught.value).partition("--block-size ")[2].partition(",")[0])
+    engine(None, block_size=size, additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 4096}})
