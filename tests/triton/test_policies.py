@@ -33,7 +33,11 @@ def test_every_policy_has_kernels(policy: str) -> None:
     assert load(policy)[1].triton_source.exists()
 
 
-@pytest.mark.parametrize("policy", few(POLICIES, "roco", "equip_h2o", "sparcas"))
+OTHER_KERNELS = ("scissorhands", "snapkv", "adakv", "lazy_streaming", "scissorhands_window", "quest", "random")
+"""Beside those of the gate. What all of them keep is compared in `tests/kept`, and their statements below."""
+
+
+@pytest.mark.parametrize("policy", few(("roco", "equip_h2o", "sparcas", *OTHER_KERNELS), "roco", "equip_h2o", "sparcas"))
 def test_random_traces(policy: str) -> None:
     cases = [random_case(policy, 100)]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
