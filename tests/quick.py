@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -22,6 +23,17 @@ def thinned(values: Iterable[Any], by: int) -> list[Any]:
         pytest.param(*_each(value), marks=pytest.mark.nightly) if number % by else value
         for number, value in enumerate(values)
     ]
+
+
+def paired(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows in which every value of a factor meets every value of every other: of three factors or more a part of all combinations."""
+    rows = list(product(*(range(len(values)) for values in factors)))
+    pairs = {row: {(one, row[one], other, row[other]) for one, other in combinations(range(len(row)), 2)} for row in rows}
+    missing, chosen = set().union(*pairs.values()), list[tuple[int, ...]]()
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[chosen[-1]]
+    return [tuple(values[at] for values, at in zip(factors, row, strict=True)) for row in sorted(chosen)]
 
 
 def _each(value: Any) -> tuple[Any, ...]:

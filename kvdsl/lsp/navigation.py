@@ -146,9 +146,11 @@ def _try(places: list[tuple[Document, list[Name]]], to: str, texts: Mapping[Path
     there = {**texts, **{one.source.path.resolve(): text for one, text, _ in changed if one.source.path is not None}}
     for one, text, starts in changed:
         then = read_document(one.uri, text, one.positions.encoding, there)
-        errors = [wrong for wrong in then.diagnostics if wrong.severity == "error"]
-        if len(errors) > sum(wrong.severity == "error" for wrong in one.diagnostics):
-            raise RenameError(errors[-1].message)
+        errors, known = (
+            [wrong.message for wrong in document.diagnostics if wrong.severity == "error"] for document in (then, one)
+        )
+        if len(errors) > len(known):
+            raise RenameError(next((wrong for wrong in errors if wrong not in known), errors[-1]))
         here = [found for found in then.names.all if found.span.start in starts]
         same = {found.span.start for found in then.names.all if here and same_place(found.target, here[0].target)}
         if same != starts:

@@ -61,7 +61,7 @@ def case_of(seed: int) -> Case:
 
 
 @pytest.mark.filterwarnings("ignore:.*KV0424:UserWarning")
-@pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(FEW, MANY))])
+@pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(FEW, MANY // 2))])
 def test_backends_yield_as_the_interpreter(seed: int) -> None:
     policy, spec = policy_of(*overprotecting(seed)), spec_of(*overprotecting(seed))
     for backend in ("torch", "cpu") if spec.cpu_source.exists() else ("torch",):

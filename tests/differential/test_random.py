@@ -34,7 +34,7 @@ PAIRS = [(policy, backend) for policy in POLICIES for backend in BACKENDS if bac
 QUICK_PAIRS = [
     (policy, backend) for policy, backend in PAIRS if backend == "cpu" or policy in ("full", "roco", "adakv", "quest")
 ]
-NUMBERS = [range(4), range(4, 24)]  # of the cases of a policy
+NUMBERS = [range(4), range(4, 16)]  # of the cases of a policy
 NEAR_SHARE = 0.01
 RANDOM_INPUTS = ("normal", "peaky", "large")
 

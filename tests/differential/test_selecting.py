@@ -19,7 +19,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
-from tests.quick import few
+from tests.quick import few, paired, thinned
 from tests.texts import spec_of
 
 HEADS, LAYERS = 2, 4
@@ -125,24 +125,25 @@ def test_chooses_what_torch_chooses(name: str, tokens: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("shape", few([
+@pytest.mark.parametrize("shape", [
     Shape(inputs="nan"), Shape(inputs="equal"), Shape(window=400), Shape(window=30), Shape(dtype=torch.bfloat16, group=4),
     Shape(dtype=torch.float16, group=1), Shape(dim=20, dtype=torch.bfloat16), Shape(prompt=3, pad=1),
     Shape(group=8, dim=128, batch=1, prompt=5000),
-], Shape(inputs="equal")), ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", [name for name in SELECTS if name != "sketch by the prompt"])
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["dot, group sum", "expression", "random", "sketch, always", "sketch in an expression"])
 def test_whatever_the_inputs_are(name: str, shape: Shape) -> None:
     twins = Twins(selecting(WATCHED + SELECTS[name]), shape, t=90)
     for _ in range(4):
         twins.step()
 
 
-@pytest.mark.parametrize("shape", few([
+PAGES = paired(list(PAGED), [16, 31, 100, 705], [
     Shape(), Shape(inputs="nan"), Shape(inputs="equal"), Shape(window=405), Shape(window=16), Shape(dtype=torch.bfloat16, group=4),
     Shape(prompt=3, pad=1), Shape(batch=1, prompt=1010),
-], Shape()), ids=str)  # fmt: skip
-@pytest.mark.parametrize("tokens", few([16, 31, 100, 705], 31))
-@pytest.mark.parametrize("name", PAGED)
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tokens", "shape"), thinned(PAGES, 8), ids=str)
 def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Shape) -> None:
     """Without a budget no column shows what was chosen; values differ from slot to slot."""
     twins = Twins(selecting(PAGED[name]), shape, t=tokens)
@@ -163,13 +164,10 @@ EACH = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "shape",
-    few(
-        [
-            Shape(group=4), Shape(group=5, inputs="nan"), Shape(inputs="equal"), Shape(window=400), Shape(window=30, group=3),
-            Shape(dtype=torch.bfloat16, group=4), Shape(prompt=3, pad=1), Shape(group=8, dim=128, batch=1, prompt=5000),
-        ],
-        Shape(window=30, group=3),
-    ),
+    [
+        Shape(group=5, inputs="nan"), Shape(inputs="equal"), Shape(window=30, group=3), Shape(dtype=torch.bfloat16, group=4),
+        Shape(prompt=3, pad=1), Shape(group=8, dim=128, batch=1, prompt=5000),
+    ],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("name", EACH)

@@ -277,8 +277,7 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
 }
 
 VARIANTS = {
-    "plain": {"kv_heads": 3, "steps": 14},
-    "cut": {"cuts": 4, "at_once": 2, "dtype": torch.bfloat16},
+    "cut": {"cuts": 4, "at_once": 2, "dtype": torch.bfloat16, "kv_heads": 3},
     "windowed": {"window": 7, "sinks": True, "softcap": 5.0, "layer": 2, "inputs": "peaky", "group": 1},
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvdsl.runtime.torch.numerics import sqrt
-from tests.quick import few
+from tests.quick import few, paired
 
 from .token_columns import ALONE, SIZES, TOGETHER, check, policy_of, repeated, spec_of
 
@@ -21,14 +21,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("dtype", "key_dim", "value_dim"), few(SIZES, SIZES[0]), ids=str)
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize(("name", "backend", "size"), paired([*ALONE, *TOGETHER], ["torch", "cpu"], SIZES), ids=str)
 def test_columns_are_the_interpreters_to_the_bit(
-    name: str, backend: str, dtype: torch.dtype, key_dim: int, value_dim: int, folder: Path
+    name: str, backend: str, size: tuple[torch.dtype, int, int], folder: Path
 ) -> None:
     spec = spec_of(name, folder)
-    check(policy_of(name, folder), repeated(spec, backend, dtype, key_dim, value_dim))
+    check(policy_of(name, folder), repeated(spec, backend, *size))
 
 
 @pytest.mark.nightly

@@ -76,16 +76,15 @@ def test_torch(stem: str, trace: Trace) -> None:
     assert found.steps and not found.refused
 
 
-@pytest.mark.nightly
-def test_cpp() -> None:
+@pytest.mark.parametrize("trace", TRACES, ids=str)
+def test_cpp(trace: Trace) -> None:
     """All that have kernels, in one unit: building each alone would take minutes."""
     files = {stem: package(small(stem), print_policy(small(stem))) for stem in STEMS}
     fused = [stem for stem in STEMS if "kernels_cpu.cpp" in files[stem]]
     assert len(fused) >= 36
     specs = {stem: spec_of(small(stem), files[stem]) for stem in fused}
-    for trace in TRACES:
-        backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], trace.dtype) for stem in fused})
-        for stem in fused:
-            found = run_policy(small(stem), backends[stem], through(stem, trace), spec=specs[stem])
-            assert not found.failures, f"{stem}: {trace}\n{found.failures[0]}"
-            assert found.steps and not found.refused
+    backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], trace.dtype) for stem in fused})
+    for stem in fused:
+        found = run_policy(small(stem), backends[stem], through(stem, trace), spec=specs[stem])
+        assert not found.failures, f"{stem}: {trace}\n{found.failures[0]}"
+        assert found.steps and not found.refused

@@ -1,4 +1,7 @@
-"""A budget that holds everything changes nothing, on any family, under any policy, with and without padding."""
+"""A budget that holds everything changes nothing, on any family, under any policy, with and without padding.
+
+What a policy keeps does not depend on the family: each is tried on two of them, and each family under a policy that reads attention.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from tests.quick import few
 
 LENGTH, NEW = 19, 10
 
-CASES = [(family, policy) for family in zoo.PROMISED for policy in policies.NAMES]
+CASES = [(family, policy) for family in ("llama", "mistral-windowed") for policy in policies.NAMES]
+CASES += [
+    (family, policy) for family in zoo.PROMISED for policy in ("h2o", "streaming_llm") if (family, policy) not in CASES
+]
 CASES += [(family, policies.OBSERVING) for family in zoo.FAMILIES if family not in zoo.PROMISED]
 GATE = [(family, policy) for family in ("llama", "gemma2", "gpt_neox") for policy in ("h2o", "streaming_llm")]
 

@@ -61,7 +61,8 @@ def decode(model: Any, cache: Any, ids: torch.Tensor) -> None:
         model(ids[:, at : at + 1], **with_cache(cache))
 
 
-def run(policy: str, backend: str) -> None:
+@pytest.mark.parametrize(("policy", "backend"), [("roco", "cpu"), ("streaming_llm", "cpu"), ("h2o", "torch")])
+def test_two_thousand_tokens(policy: str, backend: str) -> None:
     model = zoo.model("llama")
     cache = policies.make(policy, model, budget=BUDGET, backend=backend)
     ids = zoo.prompt(1, TOKENS + 300)
@@ -82,17 +83,6 @@ def run(policy: str, backend: str) -> None:
         assert seen.found == []
     assert (cache.positions(0) >= 0).sum(-1).unique().tolist() == [BUDGET]
     assert cache.get_seq_length() == TOKENS + 300
-
-
-def test_two_thousand_tokens() -> None:
-    run("roco", "cpu")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("policy", policies.EVICTING)
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_two_thousand_tokens_everywhere(policy: str, backend: str) -> None:
-    run(policy, backend)
 
 
 def _own_makes(name: str, model: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import refuse_layer, refuse_layers, refuse_policy
+from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_layers, refuse_policy
 from kvdsl.integrations.vllm.settings import Settings, parsed
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
@@ -70,6 +72,72 @@ def test_what_layers_cannot_have_of_their_own(lines: str, what: str) -> None:
     with pytest.raises(KvdslError, match=f"{what} of P differs between layers"):
         refuse_layers([SlotState(spec, {}, layer=layer, layers=4) for layer in range(4)])
     refuse_layers([SlotState(spec, {}, layer=1, layers=4)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("param budget = 12\nscore sum(attn)\nwhen decode", "evicts in `decode` only"),
+        ("param budget = 64\nbudget enough(sum(attn), 0.9)\nscore sum(attn)\nwhen prefill", "reads what is cached"),
+        ("param budget = 12\nscore sum(attn)\nvictims shared by layers", "chooses for other layers"),
+        ("param budget = 12\ngiven worth\nscore worth", "asks its caller for `worth`"),
+        ("budget prompt / 2\nscore sum(attn)", "depend on the prompt"),
+    ],
+)
+def test_what_has_no_page(policy: str, why: str) -> None:
+    with pytest.raises(KvdslError, match=why):
+        refuse_policy(SlotState(spec_of(policy), {}))
+
+
+H2O, AGREED = "param budget = 12\nscore sum(attn)", "param budget = 12\nscore sum(attn)\nvictims shared by heads"
+
+
+def configuration(**asked: Any) -> Any:
+    """What `refuse_configuration` reads of a `VllmConfig` of a model of four KV heads."""
+    parts: dict[str, dict[str, Any]] = {
+        "": {"speculative_config": None, "kv_transfer_config": None},
+        "cache_config": {"cache_dtype": "auto"},
+        "model_config": {"is_mm_prefix_lm": False, "is_hybrid": False, "quantization": None},
+        "parallel_config": dict.fromkeys(
+            ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1
+        )
+        | {"use_ubatching": False},
+    }  # fmt: skip
+    made = {
+        name: SimpleNamespace(**{key: asked.pop(key, value) for key, value in part.items()}) for name, part in parts.items()
+    }
+    assert not asked
+    made["model_config"].get_total_num_kv_heads = lambda: 4
+    return SimpleNamespace(**vars(made.pop("")), **made)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "why"),
+    [
+        (H2O, {"speculative_config": SimpleNamespace(method="eagle")}, "by n-grams only, not by `eagle`"),
+        (H2O, {"kv_transfer_config": "a connector"}, "leave --kv-transfer-config out"),
+        (H2O, {"cache_dtype": "fp8"}, "leave --kv-cache-dtype out"),
+        (H2O, {"is_mm_prefix_lm": True}, "have it take text only"),
+        (H2O, {"is_hybrid": True}, "layers that are no attention"),
+        (f"{H2O}\npositions compact", {"quantization": "gguf"}, "keys of GGUF files in other pairs"),
+        (H2O, {"tensor_parallel_size": 3}, "4 KV heads do not divide evenly over 3 processes"),
+        (H2O, {"pipeline_parallel_size": 2}, "does not spread layers over processes"),
+        (H2O, {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "leave context parallelism out"),
+        (H2O, {"prefill_context_parallel_size": 2}, "leave context parallelism out"),
+        (H2O, {"use_ubatching": True}, "serves one batch at a time"),
+        (AGREED, {"tensor_parallel_size": 2}, "agree on who leaves, but tensor parallelism spreads them over 2 processes"),
+    ],
+)
+def test_what_is_not_served_beside_a_policy(policy: str, asked: dict[str, Any], why: str) -> None:
+    spec = spec_of(policy)
+    refuse_configuration(configuration(), spec)
+    with pytest.raises(KvdslError, match=why):
+        refuse_configuration(configuration(**asked), spec)
+
+
+@pytest.mark.parametrize("asked", [{"tensor_parallel_size": 2}, {"quantization": "gguf"}])
+def test_what_is_served_beside_a_policy(asked: dict[str, Any]) -> None:
+    refuse_configuration(configuration(speculative_config=SimpleNamespace(method="ngram"), **asked), spec_of(H2O))
 
 
 def test_a_kind_of_a_known_layer_is_unknown() -> None:

@@ -280,6 +280,14 @@ def test_a_name_that_would_mean_something_else_is_refused(tmp_path: Path, old: s
     assert rename(document, _at(document, old), "third", []).changes is not None
 
 
+def test_a_name_that_is_taken_is_refused_as_the_checker_refuses_it(tmp_path: Path) -> None:
+    """One error more is enough, also beside errors that were there."""
+    for text in (TWO_NAMES, TWO_NAMES.replace("score g(sum(attn))", "score g(sum(attn)) + nothing")):
+        document = _document(tmp_path / "mine.kv", text)
+        with pytest.raises(RenameError, match="`g` is defined twice"):
+            rename(document, _at(document, "w = 2"), "g", [])
+
+
 def test_who_is_defined_where_nobody_looks_is_refused(tmp_path: Path) -> None:
     library = _document(tmp_path / "lib" / "b.kv", "kv 1\n\nlet half(x) = x / 2\n")
     text = 'kv 1\nimport "lib/b.kv"\n\npolicy P {\n  "A test."\n  param budget = 9\n  score half(sum(attn))\n}\n'

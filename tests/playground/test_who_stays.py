@@ -222,12 +222,14 @@ def test_what_needs_more_than_the_stand_in_has_is_refused(tmp_path: Path) -> Non
     assert "its stand-in cannot run this policy: it lacks nanquantile." in json.loads(json.loads(done.stdout)[0])["error"]
 
 
-@pytest.mark.nightly
-def test_without_numpy_the_gallery_keeps_the_same(who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compared(who_stays, monkeypatch, small(tmp_path), questions(GALLERY, layer=3, prompt=8, size=6))
+@pytest.mark.parametrize("half", [0, 1])
+def test_without_numpy_the_gallery_keeps_the_same(
+    who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, half: int
+) -> None:
+    compared(who_stays, monkeypatch, small(tmp_path), questions(GALLERY[half::2], layer=3, prompt=8, size=6))
 
 
-@pytest.mark.nightly
-def test_without_numpy_the_same_tokens_stay_of_the_page(who_stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = shipped_policies()[::3]  # of fewer numbers all are tried above
-    compared(who_stays, monkeypatch, SOURCE, questions(some, layer=16, prompt=96, size=64))
+@pytest.mark.parametrize("name", ["roco", "quest"])
+def test_without_numpy_the_same_tokens_stay_of_the_page(who_stays: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One that evicts and one that selects; of fewer numbers all are tried above."""
+    compared(who_stays, monkeypatch, SOURCE, questions([find_policy(name)], layer=16, prompt=96, size=64))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
+from tests.quick import paired
 from tests.runtime.test_prefill import LOGITS, ROUNDING, WATCH, Case, Matrix, served_by
 from tests.texts import spec_of
 
@@ -57,9 +58,7 @@ def clear(matrix: Matrix, sinks: Tensor | None) -> Tensor:
     return (best - second) > 30 + 1e-5 * size
 
 
-@pytest.mark.parametrize("far", FAR)
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "backend", "far"), paired(list(CASES), ["cpu", "torch"], FAR[::2]))
 def test_prompts(name: str, backend: str, far: float) -> None:
     """Outputs and statistics are float64's where rounding does not decide; all are finite, and probabilities add up to 1."""
     case, spec = CASES[name], spec_of(WATCH)
@@ -86,9 +85,7 @@ def test_prompts(name: str, backend: str, far: float) -> None:
                 assert abs(float(given.sum()) / len(matrix.key) - 1) < 1e-4
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize(("backend", "dtype", "far"), paired(["cpu", "torch"], [torch.float32, torch.bfloat16], FAR))
 def test_decoded_tokens(backend: str, dtype: torch.dtype, far: float) -> None:
     """A decoded token attends as it would at the end of a longer prompt."""
     case, spec = Case(group=2, tokens=60, dtype=dtype), spec_of(WATCH)

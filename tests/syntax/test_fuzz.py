@@ -112,13 +112,14 @@ LONG = {
 
 
 HUNGRY = [piece * MAX_BYTES for piece in ("(", "-", "{", "f(", "keep last 1\n")] + [LONG["doubling"], LONG["unknown names"]]
+TEXTS = [*(piece * MAX_BYTES for piece in REPEATED), *LONG.values()]
+WHERE = [(PLACES[-1], text) for text in TEXTS] + [(where, text) for where in PLACES[:-1] for text in HUNGRY]
 
 
 @pytest.mark.parametrize(
-    "text", few([*(piece * MAX_BYTES for piece in REPEATED), *LONG.values()], *HUNGRY), ids=lambda text: repr(text[:12])
+    ("where", "text"), few(WHERE, *((PLACES[-1], text) for text in HUNGRY)), ids=lambda text: repr(text[:12])
 )
-@pytest.mark.parametrize("where", few(PLACES, PLACES[-1]))
-def test_work_grows_with_the_text_alone(text: str, where: str) -> None:
+def test_work_grows_with_the_text_alone(where: str, text: str) -> None:
     """The hungriest of these takes 136 calls for a byte, about a second; what went over a text again and again would take thousands."""
     length = MAX_BYTES // 2
     source = SourceFile("example.kv", where.format(text)[:length])

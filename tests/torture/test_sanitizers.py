@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.torture import sanitizers
+from scripts.torture._policies import POLICIES
 from scripts.torture.registry import NotHere
 from scripts.torture.sanitizers import ADDRESS, THREADS, Sanitizer
 
@@ -22,7 +23,17 @@ TOGETHER = """extern "C" int run(int n) {
 }
 """
 SHAPES = 16
-"""Of a policy; `make torture` draws three times as many."""
+"""Of a policy; `make torture` draws three times as many, of every shipped policy."""
+
+SOME = [
+    "roco", "scissorhands", "snapkv", "pyramidkv", "adakv", "lazy_streaming", "equip_h2o", "scissorhands_window", "vatp_code",
+    "quest", "sparcas", "roco_sparcas", *sanitizers.BLOCKS, *POLICIES,
+]  # fmt: skip
+"""Between them they have every rule of columns, rings, pools, shared budgets, turned keys, staged eviction, and selection; the others'
+kernels are parts of theirs.
+"""
+
+GROUPS = [SOME[start::4] for start in range(4)]
 
 SANITIZERS = pytest.mark.parametrize("sanitizer", [ADDRESS, THREADS], ids=["address", "threads"])
 
@@ -72,7 +83,7 @@ def test_kernels_whose_threads_do_not_wait_for_each_other_are_reported() -> None
 
 @pytest.mark.nightly
 @SANITIZERS
-@pytest.mark.parametrize("policies", sanitizers.in_groups(sanitizers.policies()), ids=lambda some: Path(some[0]).stem)
+@pytest.mark.parametrize("policies", GROUPS, ids=lambda some: Path(some[0]).stem)
 def test_policies_run_without_a_report(policies: list[str], sanitizer: Sanitizer) -> None:
     reports = sanitizers.reports(sanitizer, policies, environment(sanitizer), shapes=SHAPES)
     assert dict(reports) == dict.fromkeys(policies, "")

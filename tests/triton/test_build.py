@@ -17,7 +17,7 @@ from tests.differential.test_random import POLICIES
 GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 NEWEST = "cuda:90,hip:gfx942"
 ON_ALL = ("roco", "streaming_llm", "sparcas", "scissorhands", "equip_h2o")
-"""Between them they have what a kernel can have; every other policy is compiled for a GPU of either maker."""
+"""Between them they have what a kernel can have; of the other policies each is compiled for a GPU of one maker, in turn."""
 
 
 def kernels_for(policy: str) -> list[str]:
@@ -41,7 +41,7 @@ def allowed(kernel: str, target: str, *, turns: bool) -> int:
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kernels_compile_for_every_target_and_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
-    gpus = GPUS if policy in ON_ALL else NEWEST
+    gpus = GPUS if policy in ON_ALL else NEWEST.split(",")[POLICIES.index(policy) % 2]
     rope = ("--rope", "cached") if policy.startswith("equip") else ()  # as EQUIP's paper keeps keys
     rows = run(capsys, "build", policy, *rope, "--target", gpus, "--json").json()["rows"]
     assert [(row["target"], row["kernel"]) for row in rows] == [
@@ -70,9 +70,9 @@ def test_what_no_shipped_policy_has(
     file.write_text(
         f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{statement}\nkeep top 3 by std(attn)\n}}\n'
     )
-    rows = run(capsys, "build", str(file), "--target", GPUS, "--json").json()["rows"]
+    rows = run(capsys, "build", str(file), "--target", NEWEST, "--json").json()["rows"]
     ours = [row for row in rows if row["kernel"] in kernels]
-    assert [row["kernel"] for row in ours] == [kernel for kernel in kernels for _ in range(5)]
+    assert [row["kernel"] for row in ours] == [kernel for kernel in kernels for _ in NEWEST.split(",")]
     assert all(row["spills"] <= allowed(row["kernel"], row["target"], turns="compact" in statement) for row in ours)
 
 

@@ -63,8 +63,9 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 1)
 
 
-@pytest.mark.parametrize("processors", few([1, 12, 999], 12))
-@pytest.mark.parametrize("body", few(BODIES, "pages"))
+@pytest.mark.parametrize(
+    ("body", "processors"), few([*((body, 12) for body in BODIES), ("pages", 1), ("ends", 999)], ("pages", 12))
+)
 def test_any_number_of_programs(body: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 4 if pages else 8)
     monkeypatch.setattr(backend, "_PROCESSORS_IN_THE_INTERPRETER", processors)
@@ -77,16 +78,20 @@ def test_any_number_of_programs(body: str, processors: int, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("one_by_one")
-@pytest.mark.parametrize("inputs", few(["ties", "equal", "nan"], "equal"))
-@pytest.mark.parametrize("body", few(["slots", "ends", "pages"], "ends"))
+@pytest.mark.parametrize(
+    ("body", "inputs"), few([("slots", "ties"), ("ends", "equal"), ("pages", "nan"), ("pages", "ties")], ("ends", "equal"))
+)
 def test_a_slot_for_each_program(body: str, inputs: str) -> None:
     check(twins(body, Shape(prompt=14, pad=3, dim=32, inputs=inputs), 12))
 
 
-@pytest.mark.parametrize("inputs", few(["ties", "equal", "nan"], "ties"))
 @pytest.mark.parametrize(
-    ("body", "tokens"), few([("slots", 1), ("slots", 40), ("slots", 500), ("pages", 4), ("pages", 500)], ("slots", 40))
-)
+    ("body", "tokens", "inputs"),
+    few([
+        ("slots", 40, "ties"), ("slots", 40, "equal"), ("slots", 40, "nan"), ("slots", 1, "ties"), ("slots", 500, "ties"),
+        ("pages", 4, "ties"), ("pages", 4, "equal"), ("pages", 500, "nan"),
+    ], ("slots", 40, "ties")),
+)  # fmt: skip
 def test_equals_of_several_programs(body: str, tokens: int, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few, most and all of them are chosen."""
     monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 4 if pages else 8)
@@ -110,8 +115,7 @@ def test_all_are_protected(body: str, keeps: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scale", few([2.0**-9, 2.0**-3, 2.0**9], 2.0**-3))
-@pytest.mark.parametrize("body", ["ends", "pages"])
+@pytest.mark.parametrize(("body", "scale"), [("ends", 2.0**-9), ("pages", 2.0**-3), ("ends", 2.0**9)])
 def test_products_beyond_the_levels(body: str, scale: float) -> None:
     """All of them are candidates then."""
     check(twins(body, SMALL, 12, scale))

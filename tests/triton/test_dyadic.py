@@ -58,7 +58,6 @@ def observe(state: SlotState, attn: Tensor) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", few(POLICIES, "roco", "vatp_h2o"))
-@pytest.mark.parametrize("seed", few([0, 1], 0))
-def test_agrees_to_the_bit(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agrees_to_the_bit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_dyadic.OBSERVERS, "triton", observe)
-    test_dyadic.test_backends_agree_to_the_bit(policy, "triton", seed)
+    test_dyadic.test_backends_agree_to_the_bit(policy, "triton", 0)

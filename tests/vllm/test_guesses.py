@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 
-from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import refuse_configuration
-from kvdsl.integrations.vllm.settings import Settings
 from tests.vllm.alone import NEAR, alone
 from tests.vllm.guessing import repeating
 from tests.vllm.test_serving import LAYERS
@@ -37,8 +33,3 @@ def _distances(policy: str, answers: list[tuple[list[int], list[float]]]) -> lis
         float(np.abs(np.array(found) - alone(policy, text, tokens)[0]).max())
         for text, (tokens, found) in zip(repeating(), answers, strict=True)
     ]
-
-
-def test_guesses_by_a_model_are_refused() -> None:
-    with pytest.raises(KvdslError, match="by n-grams only, not by `eagle`"):
-        refuse_configuration(SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")), Settings("h2o", ()).spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from vllm import LLM
 
 from kvdsl.integrations.vllm.ledger import Ledger
-from kvdsl_lab.assets import reference_model_path
 from tests.vllm.alone import NEAR, alone
 from tests.vllm.conftest import bound_to_processors
 from tests.vllm.test_serving import engine, logprobs, sets, wanted
@@ -30,14 +28,6 @@ policy Drawn {
 }
 """
 """Every head draws numbers of its own, which its number in the whole layer decides."""
-
-AGREED = """kv 1
-policy Agreed {
-  param budget = 48
-  score sum(attn)
-  victims shared by heads
-}
-"""
 
 
 def kept_by_worker(worker: Any) -> list[list[Any]]:
@@ -81,47 +71,3 @@ def test_two_processes_are_what_one_is(served: tuple[str, LLM]) -> None:
     assert told_apart  # else the processes might have taken each other's heads for their own
     ledgers = [Ledger.find(0, rank) for rank in range(PROCESSES)]
     assert sum(ledger.evicted for ledger in ledgers if ledger is not None) == left > 0
-
-
-def test_heads_that_agree_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration is refused where a process begins; the line stands in the log of vLLM, which says that a worker has failed."""
-    from kvdsl.errors import KvdslError
-    from kvdsl.integrations.vllm.refusals import refuse_configuration
-    from kvdsl.integrations.vllm.settings import Settings
-
-    (tmp_path / "agreed.kv").write_text(AGREED)
-    spec = Settings(str(tmp_path / "agreed.kv"), ()).spec
-    with pytest.raises(KvdslError, match="agree on who leaves, but tensor parallelism spreads them over 2 processes"):
-        refuse_configuration(_configuration(tensor_parallel_size=2), spec)
-    refuse_configuration(_configuration(), spec)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"tensor_parallel_size": 3}, "4 KV heads do not divide evenly over 3 processes"),
-        ({"pipeline_parallel_size": 2}, "does not spread layers over processes"),
-        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "leave context parallelism out"),
-        ({"ubatch_size": 2}, "serves one batch at a time"),
-    ],
-)
-def test_other_ways_to_spread_a_model_are_refused(asked: dict[str, int], said: str) -> None:
-    from kvdsl.errors import KvdslError
-    from kvdsl.integrations.vllm.refusals import refuse_configuration
-    from kvdsl.integrations.vllm.settings import Settings
-
-    with pytest.raises(KvdslError, match=said):
-        refuse_configuration(_configuration(**asked), Settings("h2o", ()).spec)
-
-
-def _configuration(**parallel: int) -> Any:
-    """What `refuse_configuration` reads of a `VllmConfig`, for the reference model."""
-    from types import SimpleNamespace
-
-    from vllm.config import CacheConfig, ModelConfig, ParallelConfig
-
-    return SimpleNamespace(
-        speculative_config=None, kv_transfer_config=None, cache_config=CacheConfig(),
-        model_config=ModelConfig(str(reference_model_path()), dtype="float32"),
-        parallel_config=ParallelConfig(**parallel, distributed_executor_backend="mp"),
-    )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +14,12 @@ import torch
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from transformers import AutoModelForCausalLM
 from vllm import LLM
-from vllm.config import CacheConfig
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl.integrations.vllm.page import page
-from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
+from kvdsl.integrations.vllm.refusals import refuse_layer
 from kvdsl.integrations.vllm.settings import Settings
 from tests.hf import zoo
 from tests.vllm.alone import BUDGET, NEAR, alone
@@ -158,15 +156,3 @@ def test_attention_in_chunks_is_refused() -> None:
         KvdslError, match="ChunkedLocalAttentionSpec: kvdsl serves models in which every layer attends to the whole"
     ):
         refuse_layer(chunked, FullAttentionSpec, SlidingWindowSpec)
-
-
-def test_attention_in_both_directions_is_refused() -> None:
-    """That of images, which a model takes beside text."""
-    images = SimpleNamespace(
-        speculative_config=None,
-        kv_transfer_config=None,
-        cache_config=CacheConfig(),
-        model_config=SimpleNamespace(is_mm_prefix_lm=True),
-    )
-    with pytest.raises(KvdslError, match="have it take text only"):
-        refuse_configuration(images, Settings("h2o", ()).spec)
