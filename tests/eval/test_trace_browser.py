@@ -116,7 +116,11 @@ def test_layers_are_in_view_and_the_table_covers_nothing(reader: Browser, tall: 
         reader.point_at("#text span:nth-child(200)")
         assert "left with the prompt" in reader.text("#details")
         at = "return document.querySelector('#text span:nth-child(200)').getBoundingClientRect().bottom"
-        assert reader.run(at) <= reader.run(table) == reader.run("return document.querySelector('main').getBoundingClientRect().bottom")
+        assert (
+            reader.run(at)
+            <= reader.run(table)
+            == reader.run("return document.querySelector('main').getBoundingClientRect().bottom")
+        )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
