@@ -15,6 +15,7 @@ let view;
 let timer;
 let checks = 0;
 let faulty = false;
+let sound = false; // whether any text had no errors yet
 let text = "";
 const codes = {};
 
@@ -74,6 +75,9 @@ async function update() {
   const found = await ask("check", { text: asked });
   if (!found || asked !== text) return;
   faulty = found.some((one) => one.severity === "error");
+  sound ||= !faulty;
+  at("older").hidden = !faulty;
+  at("older").textContent = sound ? "The text has errors: this is the last policy without any." : "The text has errors: mend them to see more.";
   showProblems(view, found);
   listProblems(found);
   document.body.dataset.checked = String(++checks);
@@ -131,9 +135,7 @@ async function showTab() {
 
 async function explain() {
   const said = await ask("explain", { text });
-  if (said === undefined) return;
-  at("explain").classList.toggle("stale", said === null);
-  if (said === null) return;
+  if (!said) return;
   const table = document.createElement("table");
   for (const [title, lines] of Object.entries(said.rows)) {
     const row = table.insertRow();
@@ -146,9 +148,7 @@ async function explain() {
 
 async function generate(name) {
   const files = await ask("generate", { text });
-  if (files === undefined) return;
-  at(name).classList.toggle("stale", files === null);
-  if (files === null) return;
+  if (!files) return;
   const [file, label] = FILES[name];
   codes[name] ??= codeView(at(name), `generated ${label}`, name === "cpp" ? "cpp" : "python");
   setText(codes[name], files.error ?? files[file] ?? `This policy has no ${label} form; "what it does" says why.`);

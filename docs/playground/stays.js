@@ -46,7 +46,6 @@ export function told() {
 /** Shows the page under the policy; null where that has errors. */
 export function show(policy) {
   start();
-  at("mine").classList.toggle("stale", policy === null);
   if (policy === null) return;
   sides.mine.text = policy;
   later();

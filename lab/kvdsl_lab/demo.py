@@ -1,4 +1,4 @@
-"""What kvdsl does, in two minutes: a policy file becomes a cache; one policy finds a fact in a text, another goes on with a text.
+"""What kvdsl does, in two minutes: a policy file becomes a cache that finds a fact in a text; another one goes on with a text.
 
 python -m kvdsl_lab.demo      `make demo`
 """
@@ -24,14 +24,19 @@ if TYPE_CHECKING:
     from kvdsl_lab.leaderboard.questions import Question
 
 RATE = 0.25
-"""The budget, as a share of the prompt."""
+"""The budget while finding a fact, as a share of the prompt."""
+
+BOUND = 128
+"""The budget while going on with a text, in tokens."""
 
 PENALTY = 1.2
 """Of tokens that were said before, while going on with a text: small models repeat themselves otherwise."""
 
-FINDING = {"ChunkKV": "chunkkv", "SnapKV": "snapkv", "RoCo": "roco"}
-"""Who looks for a fact beside the full cache: two policies that listen to the question, by phrases and by tokens, and one that sums over
-all queries."""
+SHOWN = "chunkkv"
+"""The policy that is shown and compiled."""
+
+FINDING = {"ChunkKV": SHOWN, "SnapKV": "snapkv"}
+"""Who looks for a fact beside the full cache: policies that listen to the question, by phrases and by tokens."""
 
 COUNTS = Path(__file__).parent / "assets/fact.json"
 """How often policies find such a fact: the `leaderboard.json` of
@@ -57,13 +62,13 @@ def importable(context: click.Context, option: click.Parameter, out: Path) -> Pa
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to go on with.")
+@click.option("--new-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens to go on with.")
 @click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
               help="A name of `kvdsl models`, which is fetched if it is not there, or a folder.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
               callback=importable, help="Where the compiled policy goes.")  # fmt: skip
 def main(new_tokens: int, model: str, out: Path) -> None:
-    """Compile RoCo; find a fact with it, with ChunkKV, SnapKV and the full cache; go on with a text."""
+    """Compile ChunkKV; find a fact with it, with SnapKV and the full cache; go on with a text under RoCo."""
     import torch
     from rich.console import Console
 
@@ -73,8 +78,8 @@ def main(new_tokens: int, model: str, out: Path) -> None:
     lm, tokenizer, had = _model(console, model)
     torch.manual_seed(0)
     if tokenizer.chat_template is not None:
-        _find(console, lm, tokenizer)
-    _go_on(console, lm, tokenizer, cache_class, new_tokens)
+        _find(console, lm, tokenizer, cache_class)
+    _go_on(console, lm, tokenizer, new_tokens)
     console.print(
         "\nOther policies, other texts:\n"
         "    kvdsl list\n"
@@ -90,27 +95,27 @@ def _show_policy(console: Any) -> None:
 
     from kvdsl.resources import read_resource
 
-    source = read_resource("policies", "roco.kv")
+    source = read_resource("policies", "gallery", f"{SHOWN}.kv")
     head, _, rest = source.partition('"""')
     body = head.strip() + "\n" + rest.partition('"""')[2].strip("\n")
-    console.print("[bold]A policy[/] says which cached tokens a model keeps. This one is RoCo:\n")
+    console.print("[bold]A policy[/] says which cached tokens a model keeps. This one is ChunkKV:\n")
     console.print("\n".join(f"    {escape(line)}" for line in body.splitlines() if line.strip()), style="cyan")
 
 
 def _compile(console: Any, out: Path) -> Any:
-    """`kvdsl compile policies/roco.kv`, and the import that follows it."""
+    """`kvdsl compile chunkkv`, and the import that follows it."""
     from kvdsl.compiler import compile_file
     from kvdsl.emit.render import write
 
     begun = time.perf_counter()
-    files = compile_file("roco", {}).files
-    write(files, out / "roco")
+    files = compile_file(SHOWN, {}).files
+    write(files, out / SHOWN)
     taken = time.perf_counter() - begun
-    console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {os.path.relpath(out / 'roco')}/: {', '.join(files)}")
-    console.print(f"    from {out.name}.roco import RoCoCache\n    cache = RoCoCache(model, budget={RATE})\n"
+    console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {os.path.relpath(out / SHOWN)}/: {', '.join(files)}")
+    console.print(f"    from {out.name}.{SHOWN} import ChunkKVCache\n    cache = ChunkKVCache(model, budget={RATE})\n"
                   "    model.generate(**inputs, cache=cache)", style="cyan", markup=False)  # fmt: skip
     sys.path.insert(0, str(out.parent))
-    return importlib.import_module(f"{out.name}.roco").RoCoCache
+    return importlib.import_module(f"{out.name}.{SHOWN}").ChunkKVCache
 
 
 def _model(console: Any, name: str) -> tuple[Any, Any, str]:
@@ -140,7 +145,7 @@ def _model(console: Any, name: str) -> tuple[Any, Any, str]:
 # -- finding a fact ----------------------------------------------------------------------------------------------------
 
 
-def _find(console: Any, model: Any, tokenizer: Any) -> None:
+def _find(console: Any, model: Any, tokenizer: Any, compiled: Any) -> None:
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.report import FULL
     from kvdsl.loading import load
@@ -153,15 +158,14 @@ def _find(console: Any, model: Any, tokenizer: Any) -> None:
     warm_up_full(model, tokenizer, prompt)
     found = {FULL: generate_full(model, tokenizer, prompt, question.new_tokens)}
     for name, policy in FINDING.items():
-        cache_class: Any = load(policy)
+        cache_class: Any = compiled if policy == SHOWN else load(policy)
         found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE))
     right, items = how_many(counted)
     console.print(_answers(found, question, right, items))
     console.print(
         f"The last column counts {items} such texts, measured before with {counted['model']} in {counted['dtype']} (kvdsl leaderboard "
         "--tasks fact). SnapKV keeps the tokens that the question looks at; ChunkKV keeps the phrases that they stand in, so that a code "
-        "stays whole. RoCo keeps what all of the text has looked at, and nothing in the book asked for the fact: for finding things take "
-        "a policy that listens to the question.",
+        "stays whole.",
         markup=False,
     )
 
@@ -218,22 +222,28 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 # -- going on with a text ----------------------------------------------------------------------------------------------
 
 
-def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_tokens: int) -> None:
+def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int) -> None:
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.models import prompt_tokens
     from kvdsl.generation.report import FULL, comparison
     from kvdsl.generation.text import page
+    from kvdsl.loading import load
 
     text = page()
     prompt = prompt_tokens(tokenizer, text)
     console.print(f"\n[bold]Going on with a text.[/] A page of a book, {len(prompt)} tokens, that ends:")
     console.print(f"    ... {' '.join(text.split()[-30:])}", style="cyan", markup=False)
-    console.print(f"(The likeliest token each time, with a repetition penalty of {PENALTY}.)")
+    console.print(
+        "Nobody asks now, and what is written is kept by the policies above. RoCo evicts at every token by the attention that all others "
+        f"paid, so that {BOUND} tokens a head are enough, however long the answer. (The likeliest token each time, with a repetition "
+        f"penalty of {PENALTY}.)"
+    )
     model.generation_config.repetition_penalty = PENALTY
     warm_up_full(model, tokenizer, prompt)
     full = generate_full(model, tokenizer, prompt, new_tokens)
-    cache = cache_class(model, budget=RATE)
-    found = {FULL: full, f"RoCo, {RATE:.0%} of the prompt": _timed(model, tokenizer, prompt, new_tokens, cache)}
+    cache_class: Any = load("roco")
+    cache = cache_class(model, budget=BOUND)
+    found = {FULL: full, f"RoCo, {BOUND} tokens": _timed(model, tokenizer, prompt, new_tokens, cache)}
     for table in comparison(found):
         console.print(table)
     _explain(console, cache)

@@ -21,15 +21,14 @@ def policy_page(path: Path) -> str:
     parts = [
         f"{MADE}# {policy.name}\n",
         *(f"{paragraph}\n" for paragraph in paragraphs(policy.doc)),
-        *([table(("", ""), ((key, escaped(value)) for key, value in source.items()))] if source else []),
+        *([table(("", "what its file says"), ((key, escaped(value)) for key, value in source.items()))] if source else []),
         f"## {path.relative_to(ROOT)}\n",
         f"```kv\n{path.read_text(encoding='utf-8')}```\n",
         "## What it does\n",
         table(
-            ("", ""),
+            ("", f"what `kvdsl explain {stem}` says"),
             ((title, "<br>".join(escaped(line) for line in lines)) for title, lines in rows(facts(policy)).items()),
         ),
-        f"From `kvdsl explain {stem}`.\n",
     ]
     notes = DOCS / "notes" / f"{stem}.md"
     if notes.exists():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -23,22 +24,53 @@ from kvdsl.assets import book_text
 from kvdsl.highlight import KvLexer
 from kvdsl.runtime.hf.versions import with_cache
 from scripts.pictures.home import ROOT
-from scripts.pictures.svg import ADVANCE, INK, LINE, drawing, letters
+from scripts.pictures.svg import ADVANCE, INK, LINE, QUIET, drawing, letters
 
 TOKENS, BUDGET, LAYER, HEAD = 220, 64, 28, 0
 START = "The ascent of the mountain"
 
-WIDTH, HEIGHT, GAP, PADDING = 1280, 430, 40, 18
-PANELS = (270, 450, 480)
+GAP, PADDING, ABOVE = 28, 18, 76
+WIDE, NARROW = (270.0, 462.0, 760.0), 380.0
+"""Widths of cards: the policy's and the kernel's beside each other above the text's, and on a phone all of them in a column."""
+
+TITLE = "A kvdsl policy, the kernel that is compiled from it, and the tokens of a text that it keeps"
 COLOURS: dict[_TokenType, str] = {
     Comment: "#6e7781", Keyword: "#8250df", Name.Builtin: "#0550ae", Name.Class: "#953800", Name.Function: "#0550ae",
     Number: "#0550ae", String: "#0a3069",
 }  # fmt: skip
-FADED, KEPT = "#9aa1a9", "#ffd98a"
+FADED, KEPT = "#666e77", "#ffd98a"
 
 
 def overview(out: Path) -> None:
-    """Write the picture."""
+    """Write the picture for pages."""
+    policy, kernel, page = cards(WIDE)
+    left, right, width = WIDE
+    above = max(policy.height, kernel.height)
+    parts = [
+        policy.at(0, 0, left, above),
+        arrow(left, above / 2, down=False),
+        kernel.at(left + GAP, 0, right, above),
+        arrow(left + GAP + right / 2, above, down=True),
+        page.at(0, above + GAP, width, page.height),
+    ]
+    out.write_text(drawing(width, above + GAP + page.height, TITLE, parts, in_both=True), encoding="utf-8")
+
+
+def overview_narrow(out: Path) -> None:
+    """Write the picture for phones."""
+    parts: list[str] = []
+    y = 0.0
+    for card in cards((NARROW, NARROW, NARROW)):
+        if y:
+            parts.append(arrow(NARROW / 2, y - GAP, down=True))
+        parts.append(card.at(0, y, NARROW, card.height))
+        y += card.height + GAP
+    out.write_text(drawing(NARROW, y - GAP, TITLE, parts, in_both=True), encoding="utf-8")
+
+
+@cache
+def found() -> tuple[str, str, list[str], set[int]]:
+    """The policy without its docstring, the loops of its kernel, the words of a text, and which of them a head holds."""
     source = policy_of(ROOT / "README.md")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calm.kv"
@@ -46,19 +78,7 @@ def overview(out: Path) -> None:
         cache_class = kvdsl.load(path)
         loops = loops_of(cache_class.spec.cpu_source.read_text())
         words, held = read(cache_class)
-    without_docstring = re.sub(r'^ +".*\n', "", source, flags=re.MULTILINE)
-    parts = [
-        panel(0, "a policy", "what a person writes", code(without_docstring, KvLexer(), PANELS[0])),
-        panel(1, "a kernel", "the heart of its C++; Triton and torch likewise", code(loops, CppLexer(), PANELS[1])),
-        panel(
-            2,
-            "which tokens stay",
-            f"SmolLM2 has read {TOKENS}; layer {LAYER}, KV head {HEAD} holds {BUDGET}",
-            text(words, held),
-        ),
-    ]
-    title = "A kvdsl policy, the kernel that is compiled from it, and the tokens of a text that it keeps"
-    out.write_text(drawing(WIDTH, HEIGHT, title, parts), encoding="utf-8")
+    return re.sub(r'^ +".*\n', "", source, flags=re.MULTILINE), loops, words, held
 
 
 def policy_of(readme: Path) -> str:
@@ -79,52 +99,77 @@ def read(cache_class: type) -> tuple[list[str], set[int]]:
     model, tokenizer = kvdsl.load_model("smollm2")
     book = book_text()
     ids = tokenizer(book[book.index(START) :][: 8 * TOKENS], return_tensors="pt").input_ids[:, :TOKENS]
-    cache = cache_class(model, budget=BUDGET)
-    with torch.no_grad(), cache.one_by_one():
-        model(ids, **with_cache(cache))
+    kept = cache_class(model, budget=BUDGET)
+    with torch.no_grad(), kept.one_by_one():
+        model(ids, **with_cache(kept))
     words = [tokenizer.decode([token]).replace("\n", " ") for token in ids[0]]
-    return words, set(cache.positions(LAYER)[0, HEAD].tolist())
+    return words, set(kept.positions(LAYER)[0, HEAD].tolist())
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def panel(index: int, title: str, note: str, inside: Iterator[str]) -> str:
-    """A card, and an arrow to the next one."""
-    left = sum(PANELS[:index]) + index * GAP
-    lines = "\n".join(inside)
-    card = (
-        f'<g transform="translate({left} 0)">\n'
-        f'<rect width="{PANELS[index]}" height="{HEIGHT}" rx="10" fill="#f6f8fa" stroke="#d0d7de"/>\n'
-        f'<text x="{PADDING}" y="30" font-size="15" font-weight="bold" fill="{INK}">{escape(title)}</text>\n'
-        f'<text x="{PADDING}" y="48" font-size="11" fill="#57606a">{escape(note)}</text>\n'
-        f'<g transform="translate({PADDING} 78)">\n{lines}\n</g>\n</g>'
+@dataclass(frozen=True)
+class Card:
+    """Something in a frame; what is inside begins at its own origin and is so tall."""
+
+    title: str
+    note: str
+    inside: list[str]
+    tall: float
+
+    @property
+    def height(self) -> float:
+        return ABOVE + self.tall
+
+    def at(self, x: float, y: float, width: float, height: float) -> str:
+        lines = "\n".join(self.inside)
+        return (
+            f'<g transform="translate({x} {y})">\n'
+            f'<rect width="{width}" height="{height:.0f}" rx="10" fill="#f6f8fa" stroke="#d0d7de"/>\n'
+            f'<text x="{PADDING}" y="28" font-size="15" font-weight="bold" fill="{INK}">{escape(self.title)}</text>\n'
+            f'<text x="{PADDING}" y="45" fill="{QUIET}">{escape(self.note)}</text>\n'
+            f'<g transform="translate({PADDING} {ABOVE})">\n{lines}\n</g>\n</g>'
+        )
+
+
+def arrow(x: float, y: float, *, down: bool) -> str:
+    """From one card to the next, whose gap begins there."""
+    turned = " rotate(90)" if down else ""
+    return f'<path transform="translate({x} {y:.0f}){turned}" d="M6 0h14m-6 -6l6 6l-6 6" fill="none" stroke="#8c959f" stroke-width="2"/>'
+
+
+def cards(widths: tuple[float, float, float]) -> tuple[Card, Card, Card]:
+    """The three of them, laid out for their widths."""
+    source, loops, words, held = found()
+    policy, kernel, page = (width - 2 * PADDING for width in widths)
+    return (
+        Card("a policy", "what a person writes", *code(source, KvLexer(), policy)),
+        Card("a kernel", "compiled from it: C++, Triton, torch", *code(loops, CppLexer(), kernel)),
+        Card("which tokens stay", f"SmolLM2 read {TOKENS}; a head holds {BUDGET}", *text(words, held, page)),
     )
-    if index == 0:
-        return card
-    start, middle = left - GAP + 8, HEIGHT / 2
-    arrow = f"M{start} {middle}h{GAP - 22}m-6 -6l6 6l-6 6"
-    return card + f'\n<path d="{arrow}" fill="none" stroke="#8c959f" stroke-width="2"/>'
 
 
-def code(source: str, lexer: Lexer, width: int) -> Iterator[str]:
+def code(source: str, lexer: Lexer, width: float) -> tuple[list[str], float]:
     """Highlighted lines, in letters so small that the longest one fits."""
     longest = max(map(len, source.splitlines())) * ADVANCE
-    yield f'<g transform="scale({min(1.0, (width - 2 * PADDING) / longest):.3f})">'
+    scale = min(1.0, width / longest)
+    parts = [f'<g transform="scale({scale:.3f})">']
     row, column = 0, 0
     for kind, piece in lexer.get_tokens(source):
         for line, part in enumerate(piece.split("\n")):
             if line:
                 row, column = row + 1, 0
             if part.strip():
-                yield letters(part, column, row, _colour(kind))
+                parts.append(letters(part, column, row, _colour(kind)))
             column += len(part)
-    yield "</g>"
+    return [*parts, "</g>"], len(source.splitlines()) * LINE * scale
 
 
-def text(words: list[str], held: set[int]) -> Iterator[str]:
+def text(words: list[str], held: set[int], width: float) -> tuple[list[str], float]:
     """Words in lines; behind those that are held, a colour."""
-    across = int((PANELS[2] - 2 * PADDING) / ADVANCE)
+    across = int(width / ADVANCE)
+    parts: list[str] = []
     row, column = 0, 0
     for position, word in enumerate(words):
         following = "".join(words[position + 1 : position + 4])
@@ -134,10 +179,13 @@ def text(words: list[str], held: set[int]) -> Iterator[str]:
         shown = word if column else word.lstrip()
         if position in held:
             lead = len(shown) - len(shown.lstrip())
-            x, width = (column + lead) * ADVANCE - 1, len(shown.strip()) * ADVANCE + 2
-            yield f'<rect x="{x:.1f}" y="{row * LINE - 13:.1f}" width="{width:.1f}" height="17" rx="3" fill="{KEPT}"/>'
-        yield letters(shown, column, row, INK if position in held else FADED)
+            x, wide = (column + lead) * ADVANCE - 1, len(shown.strip()) * ADVANCE + 2
+            parts.append(
+                f'<rect x="{x:.1f}" y="{row * LINE - 13:.1f}" width="{wide:.1f}" height="17" rx="3" fill="{KEPT}"/>'
+            )
+        parts.append(letters(shown, column, row, INK if position in held else FADED))
         column += len(shown)
+    return parts, (row + 1) * LINE
 
 
 def _colour(kind: _TokenType) -> str:

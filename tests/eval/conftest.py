@@ -21,11 +21,11 @@ def model(tokenizer: Any) -> Any:
     return model_of(tokenizer, layers=2)
 
 
-def model_of(tokenizer: Any, layers: int) -> Any:
+def model_of(tokenizer: Any, layers: int, positions: int = 256) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=tokenizer.bos_token_id, eos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=positions, bos_token_id=tokenizer.bos_token_id, eos_token_id=None,
         pad_token_id=None, initializer_range=0.5,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()

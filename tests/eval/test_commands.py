@@ -268,7 +268,7 @@ def chatting(tmp_path):
 
 def counted(length: int) -> dict:
     rows = [{"policy": policy, "budget": None if policy == "full" else demo.RATE, "mean": right / 8, "items": 8}
-            for right, policy in enumerate(("roco", "snapkv", "chunkkv", "full"), 4)]  # fmt: skip
+            for right, policy in enumerate(("snapkv", "chunkkv", "full"), 5)]  # fmt: skip
     column = {"name": "fact: known", "rows": [*rows, {**rows[0], "budget": 0.5}]}
     return {"columns": [column], "length": length, "seed": 0, "model": "a model", "dtype": "float32"}
 
@@ -286,9 +286,9 @@ def test_the_demo_finds_and_goes_on(tmp_path, monkeypatch, chatting):
     answers = {
         line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "tokens/s" not in line and " s  " in line
     }
-    assert answers == {"full": "7", "ChunkKV": "6", "SnapKV": "5", "RoCo": "4"}
-    assert "RoCo, 25% of the prompt" in done.stdout
-    assert (tmp_path / "demo_packages" / "roco" / "cache.py").exists()
+    assert answers == {"full": "7", "ChunkKV": "6", "SnapKV": "5"}
+    assert "RoCo, 128 tokens" in done.stdout
+    assert (tmp_path / "demo_packages" / "chunkkv" / "cache.py").exists()
 
 
 def test_the_demo_without_its_model(tmp_path, monkeypatch):

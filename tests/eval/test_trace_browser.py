@@ -11,7 +11,8 @@ import pytest
 import kvdsl
 from kvdsl.generation.models import encode
 from kvdsl_lab.eval import trace as tracing
-from tests.eval.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.eval.conftest import model_of
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,
@@ -63,7 +64,8 @@ def test_the_slider_goes_back_and_forth(reader: Browser, page: Path, made: traci
             token < made.seen[step] and gone(made, token, step) < HEADS for token in range(len(made.ids))
         ]
         future = reader.run("return document.querySelectorAll('#text span.future').length")
-        assert future == len(made.ids) - made.seen[step]
+        written = made.seen[step] >= made.prompt_tokens  # the newest token, which the next step reads
+        assert future == len(made.ids) - made.seen[step] - written
     assert "<b>" in reader.text("p") and reader.complaints() == []
 
 
@@ -82,12 +84,67 @@ def test_a_token_tells_its_score_and_columns_at_the_step(reader: Browser, page: 
                 cell = reader.text(f"#details tr:nth-child({layer + 2}) td:nth-child({head + 2})").split("\n")
                 left = int(made.gone[layer, head, token])
                 end = left if left >= 0 else len(made.seen) - 1
-                assert cell[0] == (f"left with {left}" if 0 <= left <= step else "cached")
+                assert cell[0] == (f"left with step {left}" if 0 <= left <= step else "cached")
                 at = int(places[(layer * 2 + head) * fed + token]) + min(step, end) - read_at
                 shown = dict(zip(made.values, cell[1:], strict=True))
                 assert shown.pop("protected") == ("yes" if made.values["protected"][at] else "no")
                 for name, number in shown.items():
                     assert float(number) == pytest.approx(float(made.values[name][at]), rel=1e-3), name
+
+
+@pytest.fixture
+def tall(tokenizer: Any, tmp_path: Path) -> Path:
+    """The page of a model with SmolLM2's thirty layers, which read its prompt at once."""
+    prompt = encode(tokenizer, "Once upon a time, in a house by the sea, there lived an old captain. " * 30)
+    lm = model_of(tokenizer, layers=30, positions=1024)
+    cache: Any = kvdsl.load("roco")(lm, budget=BUDGET, backend="torch")
+    made = tracing.trace(lm, prompt, NEW, cache)
+    facts = {"policy": "RoCo", "expression": "mean(attn)", "settings": "", "model": "m", "environment": {"kvdsl": "0"}}
+    path = tmp_path / "tall.html"
+    path.write_text(tracing.page({**facts, **tracing.as_data(made, tokenizer)}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_layers_are_in_view_and_the_table_covers_nothing(reader: Browser, tall: Path, width: int) -> None:
+    with reader.sized(width, 900):
+        reader.open(tall)
+        assert reader.run("return document.documentElement.scrollWidth") <= width
+        strips = reader.run("return document.querySelector('#overview').getBoundingClientRect().bottom")
+        table = "return document.getElementById('details').getBoundingClientRect().top"
+        assert width < 1280 or strips <= reader.run(table)
+        reader.point_at("#text span:nth-child(200)")
+        assert "left with the prompt" in reader.text("#details")
+        at = "return document.querySelector('#text span:nth-child(200)').getBoundingClientRect().bottom"
+        assert (
+            reader.run(at)
+            <= reader.run(table)
+            == reader.run("return document.querySelector('main').getBoundingClientRect().bottom")
+        )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_word_can_be_read(reader: Browser, tall: Path, scheme: str) -> None:
+    """Of ordinary text WCAG 2.2 asks for a contrast of 4.5 to 1; what has left, is to come or is painted is text."""
+    with reader.colours(scheme):
+        reader.open(tall)
+        for step in ("end", "home"):
+            reader.type("#step", step)
+            for colour in ("kept", "left", "score"):
+                reader.run(
+                    f"const list = document.getElementById('color'); list.value = '{colour}';"
+                    "list.dispatchEvent(new Event('input'))"
+                )
+                assert reader.contrast("#text span, p, .legend span, #where, #details, th") >= 4.5, (step, colour)
+
+
+def test_the_newest_token_is_not_pale(reader: Browser, tall: Path) -> None:
+    reader.open(tall)
+    for step in ("end", "home"):
+        reader.type("#step", step)
+        pale = "[...document.querySelectorAll('#text .future')].map((one) => Number(one.dataset.token))"
+        first_new = "document.querySelector('#text .new').dataset.token"
+        assert reader.run(f"return {pale}.includes(Number({first_new}))") is False
 
 
 def test_a_strip_chooses_its_head(reader: Browser, page: Path, made: tracing.Trace) -> None:

@@ -161,10 +161,11 @@ class TestVisit:
         assert "unknown function `nrm1`" in seen["wrong"]["list"]
         assert "did you mean `norm1`?" in seen["wrong"]["list"]
         assert seen["wrong"]["marks"] == ["nrm1"]
+        assert seen["wrong"]["older"] == "The text has errors: this is the last policy without any."
         assert seen["jumped"]
 
     def test_once_mended_it_is_gone(self, seen: Any) -> None:
-        assert seen["mended"]["summary"] == "no findings"
+        assert seen["mended"]["summary"] == "no findings" and not seen["mended"]["older"]
         assert seen["mended"]["chosen"] == "", "it is no shipped policy any more"
 
     def test_words_are_explained(self, seen: Any) -> None:
@@ -198,6 +199,7 @@ class TestVisit:
         assert (len(stays["earlier"]["there"]), stays["earlier"]["gone"]) == (32, 278)
         assert stays["earlier"]["there"][10:] == stays["window"]["there"][:-10], "a window moves with the text"
         assert stays["spoken"].startswith("310 of 320 tokens read")
+        assert seen["struck"] == "none", "what has left is faded, and can be read"
 
     def test_what_is_typed_is_run(self, seen: Any) -> None:
         typed = seen["stays"]["typed"]

@@ -45,7 +45,7 @@ await page.keyboard.press("End");
 await after(page, () => page.keyboard.type(" * nrm1(v)"));
 await page.waitForFunction(() => document.getElementById("summary").innerText.includes("error"));
 const marks = await page.$$eval(".cm-lintRange-error", (all) => all.map((one) => one.innerText));
-seen.wrong = { summary: await read(page, "#summary"), list: await read(page, "#list"), marks };
+seen.wrong = { summary: await read(page, "#summary"), list: await read(page, "#list"), marks, older: await read(page, "#older") };
 await page.screenshot({ path: `${pictures}/playground_error.png` });
 await page.click("#list button");
 seen.jumped = await page.evaluate(() => document.activeElement.classList.contains("cm-content"));
@@ -53,7 +53,7 @@ await page.keyboard.press("ArrowRight"); // the caret stood before the word
 await after(page, () => page.keyboard.type("o"));
 await page.waitForFunction(() => document.getElementById("summary").innerText === "no findings");
 await page.waitForFunction(() => document.getElementById("explain").innerText.includes("value vectors"));
-seen.mended = { summary: await read(page, "#summary"), chosen: await page.$eval("#shipped", (node) => node.value) };
+seen.mended = { summary: await read(page, "#summary"), older: await page.isVisible("#older"), chosen: await page.$eval("#shipped", (node) => node.value) };
 
 // What a word means: by mouse, and by F1.
 const word = page.locator("#editor .cm-line:has-text('score mean') >> text=mean").first();
@@ -108,6 +108,7 @@ const side = async (on, name) => ({
 const still = await visit("#prompt=280&params=budget%3D32&layer=16&head=1");
 await still.selectOption("#shipped", "window");
 await afterRun(still, () => still.click("#tab-stays"));
+seen.struck = await still.$eval("#stays .page del", (node) => getComputedStyle(node).textDecorationLine);
 seen.stays = { source: await read(still, "#source"), window: await side(still, "mine"), now: await read(still, "#now") };
 await still.focus("#moment");
 for (let count = 0; count < 10; count++) await still.keyboard.press("ArrowLeft");

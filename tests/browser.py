@@ -22,6 +22,32 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {"left": "\ue012", "right": "\ue014", "home": "\ue011", "end": "\ue010"}
 
 
+CONTRAST = """
+const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgba = (colour) => {
+  canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+};
+const over = (top, below) => below.map((under, i) => i < 3 ? top[i] * top[3] + under * (1 - top[3]) : 1);
+const layers = (node) => {
+  const style = getComputedStyle(node);
+  const gradient = /rgba?\\([^)]*\\)/.exec(style.backgroundImage);
+  return [rgba(style.backgroundColor), ...(gradient ? [rgba(gradient[0])] : [])];
+};
+const behind = (node) => layers(node).reduce((below, top) => over(top, below), node.parentElement ? behind(node.parentElement) : page);
+const page = rgba(getComputedStyle(document.documentElement).colorScheme && matchMedia('(prefers-color-scheme: dark)').matches
+  ? getComputedStyle(Object.assign(document.body.appendChild(document.createElement('i')), {style: 'color: Canvas'})).color : 'white');
+const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const least = (selector) => Math.min(...[...document.querySelectorAll(selector)].filter((node) => node.textContent.trim()).map((node) => {
+  const ground = behind(node), ink = over(rgba(getComputedStyle(node).color), ground);
+  const [low, high] = [light(ground), light(ink)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}))
+"""
+"""What a page is asked for the contrast of its text: colours that are partly clear lie over each other, down to the page's own."""
+
+
 class Browser:
     """A session; every method is a command of the protocol."""
 
@@ -68,6 +94,33 @@ class Browser:
 
     def run(self, script: str) -> Any:
         return self._send("/execute/sync", {"script": script, "args": []})
+
+    @contextmanager
+    def sized(self, width: int, height: int) -> Iterator[None]:
+        """A window of so many pixels, or a phone's screen."""
+        self._devtools("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        try:
+            yield
+        finally:
+            self._devtools("Emulation.clearDeviceMetricsOverride")
+
+    @contextmanager
+    def colours(self, scheme: str) -> Iterator[None]:
+        """What the system prefers: `light` or `dark`."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._devtools("Emulation.setEmulatedMedia", features=features)
+        try:
+            yield
+        finally:
+            self._devtools("Emulation.setEmulatedMedia", features=[])
+
+    def _devtools(self, command: str, **params: Any) -> None:
+        self._send("/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def contrast(self, selector: str) -> float:
+        """The least contrast of text with what is behind it, by WCAG 2.2, over all that a selector finds and that has text."""
+        found: float = self.run(f"{CONTRAST}; return least({json.dumps(selector)})")
+        return found
 
     def complaints(self) -> list[Any]:
         """What the page's console has: errors, and what could not be fetched."""
