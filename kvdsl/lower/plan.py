@@ -13,9 +13,10 @@ from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable, bounds_pages, reads, reads_vectors
+from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
 from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
@@ -117,11 +118,11 @@ def make_plan(policy: Policy) -> PackagePlan:
     policy = _tensors_in_order(fold(normal(policy)))
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
-    names = tuple(name for name, _ in numbers.numbers)
-    cpp, cpp_refusal = _lowered(cpp_plan, lowered, names)
-    triton, triton_refusal = _lowered(triton_plan, lowered, names)
-    torch = _torch(lowered)
-    prompt = None if triton is None else triton_prompt_plan(lowered, names)
+    step = step_of(lowered, numbers)
+    cpp, cpp_refusal = _lowered(cpp_plan, step)
+    triton, triton_refusal = _lowered(triton_plan, step)
+    torch = _torch(step)
+    prompt = None if triton is None else triton_prompt_plan(step)
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
@@ -141,8 +142,8 @@ def make_plan(policy: Policy) -> PackagePlan:
         ),
         bounded=policy.budget is not None,
         group=policy.group,
-        reads_attention=any(column.rule not in ("token", "prune") for column in lowered.columns),
-        flags=tuple(_flags(lowered, torch, numbers.heads_differ)),
+        reads_attention=bool(step.observe),
+        flags=tuple(_flags(lowered, step, torch)),
         torch=torch,
         cpp=cpp,
         cpp_refusal=cpp_refusal,
@@ -167,8 +168,8 @@ def _given(given: Given) -> GivenPlan:
     return GivenPlan(given.name, spelled(given.name), help + default)
 
 
-def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tuple[str, str]]:
-    rings = [f'("{column.name}", "{size_of(column.name)}"),' for column in policy.columns if column.rule == "ring"]
+def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, str]]:
+    rings = [f'("{name}", "{size_of(name)}"),' for name in step.rings]
     if rings:
         yield "rings", f"({' '.join(rings)})"
     if policy.given:
@@ -179,27 +180,28 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         value = getattr(policy, name)
         if value != default:
             yield name, json.dumps(value)
+    evict, select = step.evict, step.select
     holds = {
-        "across": policy.heads_share,
-        "heads_differ": heads_differ,
-        "overprotects": policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps),
-        "hard_cap": policy.cap == "hard",
-        "measures": policy.measured is not None,
-        "selects": policy.select is not None,
-        "heads_vote": policy.heads_vote,
-        "reuses": policy.reuses,
-        "counts": policy.select is not None and policy.select.measured is not None,
-        "weighs": policy.weighs,
-        "sketches": policy.sketch is not None,
-        "bounds_pages": bounds_pages(policy),
-        "compact": policy.positions == "compact",
+        "across": evict and evict.heads_share,
+        "heads_differ": step.heads_differ,
+        "overprotects": evict and step.protect.overprotects,
+        "hard_cap": evict and evict.hard,
+        "measures": evict and evict.budget,
+        "selects": select,
+        "heads_vote": select and select.votes,
+        "reuses": select and select.reuses,
+        "counts": select and select.count,
+        "weighs": select and select.weight,
+        "sketches": step.sketch,
+        "bounds_pages": select and not select.votes and select.form == "page_bound",
+        "compact": step.compact,
         "rotates": policy.rotates,
         "reads_text": policy.reads_text,
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
         "tensors_of_values": _tensors_of_values(policy),
     }
-    yield from ((name, "True") for name, true in holds.items() if true)
+    yield from ((name, "True") for name, stated in holds.items() if stated)
 
 
 def _tensors_in_order(policy: Policy) -> Policy:
@@ -220,23 +222,21 @@ def _tensors_of_values(policy: Policy) -> bool:
     )
 
 
-def _lowered(
-    plan: Callable[[Policy, tuple[str, ...]], Plan], policy: Policy, numbers: tuple[str, ...]
-) -> tuple[Plan | None, str]:
-    """What a target makes of the policy, or why it has no form there."""
+def _lowered(plan: Callable[[Step], Plan], step: Step) -> tuple[Plan | None, str]:
+    """What a target makes of the step, or why it has no form there."""
     try:
-        return plan(policy, numbers), ""
+        return plan(step), ""
     except NotLowerable as refusal:
         return None, str(refusal)
 
 
-def _torch(policy: Policy) -> TorchPlan:
+def _torch(step: Step) -> TorchPlan:
     """What torch makes of it, which serves the prompts of every backend.
 
     Raises:
         KvdslError: if it has no code for something that was accepted.
     """
     try:
-        return torch_plan(policy)
+        return torch_plan(step)
     except NotLowerable as refusal:
         raise KvdslError(f"no backend has code for {refusal}") from refusal

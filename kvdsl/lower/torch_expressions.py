@@ -119,9 +119,6 @@ class NumberPrinter(_TorchPrinter):
         self._tensor = tensor
         self.inputs = inputs
 
-    def number(self, value: float) -> Fragment:
-        return Fragment(print_number(value))
-
     def _input(self, expr: Input) -> Fragment:
         return Fragment(self.inputs[expr.name])
 

@@ -44,6 +44,7 @@ CAN = Target(
         "slots": ("sum", "mean", "max", "min"),
         "dims": ("sum", "mean", "var", "std", "max", "min"),
         "others": ("sum", "mean", "max", "min"),
+        "heads": ("sum", "mean", "max", "min"),
     },
 )
 """What Triton reduces, `over others` in a settle alone; `ops.py` of `kvdsl/runtime/gpu` has it."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-from kvdsl.ir.nodes import Expr, Input, Number, Policy, Reduce, call
+from kvdsl.ir.nodes import Expr, Input, Node, Number, Reduce, call
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS, Formula
 from kvdsl.ir.visitors import mapped, rewrite
+
+Part = TypeVar("Part", bound=Node)
 
 
 def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, Expr], Expr]) -> Expr:
@@ -24,9 +27,9 @@ def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, 
     return reduced(str(name), args[0])
 
 
-def in_parts(policy: Policy, knows: Callable[[Reduce], bool]) -> Policy:
-    """The policy with every reduction that a target does not know made of others, as far as it is made of any."""
-    return mapped(policy, lambda expr: _in_parts(expr, knows))
+def in_parts(node: Part, knows: Callable[[Reduce], bool]) -> Part:
+    """A policy, or a part of one, with every reduction that a target does not know made of others, as far as it is made of any."""
+    return mapped(node, lambda expr: _in_parts(expr, knows))
 
 
 def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:
