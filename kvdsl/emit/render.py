@@ -64,8 +64,7 @@ def _banner(plan: PackagePlan, source: str) -> str:
 
 
 def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:
-    refusals = {"cpu": plan.cpp_refusal, "triton": plan.triton_refusal}
-    without = {target: sentence(target, refusal, source) for target, refusal in refusals.items() if refusal}
+    without = {target: sentence(target, refusal, source) for target, refusal in plan.refusals.items()}
     content = {
         "kvdsl": VERSION,
         "abi": ABI,

@@ -149,11 +149,9 @@ class Facts:
     @property
     def backends(self) -> list[dict[str, Any]]:
         """Each backend: whether it serves the policy, and why not."""
-        cpp, triton = self.plan.cpp is not None, self.plan.triton is not None
+        refused = self.plan.refusals
         return [
-            {"name": "cpu", "ok": cpp, "why_not": None if cpp else self.plan.cpp_refusal},
-            {"name": "torch", "ok": True, "why_not": None},
-            {"name": "triton", "ok": triton, "why_not": None if triton else self.plan.triton_refusal},
+            {"name": name, "ok": name not in refused, "why_not": refused.get(name)} for name in ("cpu", "torch", "triton")
         ]
 
 

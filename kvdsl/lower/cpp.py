@@ -492,8 +492,8 @@ def _select(step: Step) -> SelectPlan | None:
     )
 
 
-def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> tuple[tuple[str, ...], str, bool]:
-    """What a query ranks slots by: statements before the loop over them, the value, and whether both are of one query head.
+def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
+    """What a query ranks slots by.
 
     Args:
         names: of what the heads of the layer have found.

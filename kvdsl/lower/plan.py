@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
+from kvdsl.ir.nodes import Axis, Expr, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
@@ -19,7 +19,6 @@ from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
-from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
@@ -56,6 +55,20 @@ class GivenPlan:
 
 
 @dataclass(frozen=True)
+class Written:
+    """What the user wrote, in the language's own notation; empty where nothing was."""
+
+    keeps: tuple[str, ...]
+    budget: str
+    score: str
+    weigh: str
+    select: str
+    count: str
+    weight: str
+    sketch: str
+
+
+@dataclass(frozen=True)
 class PackagePlan:
     """What the generated package of one policy holds.
 
@@ -69,9 +82,9 @@ class PackagePlan:
         heads_differ: whether numbers differ between the KV heads of a layer; then the table has a row for each.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
-        cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
-            `triton_prompt`: None, too, where it observes nothing; `triton_words`: the sentences of both.
-        keeps_text, budget_text, count_text, score_text, select_text, weight_text, sketch_text: what the user wrote.
+        cpp, triton: None where the policy has no such form; triton_words: what the kernels say of themselves.
+        refusals: why it has none, by target, `cpu` or `triton`.
+        written: what the user wrote.
     """
 
     name: str
@@ -94,19 +107,10 @@ class PackagePlan:
     flags: tuple[tuple[str, str], ...]
     torch: TorchPlan
     cpp: CppPlan | None
-    cpp_refusal: str
     triton: TritonPlan | None
-    triton_refusal: str
-    triton_prompt: TritonPromptPlan | None
     triton_words: TritonWords | None
-    keeps_text: tuple[str, ...]
-    budget_text: str
-    count_text: str
-    score_text: str
-    weigh_text: str
-    select_text: str
-    weight_text: str
-    sketch_text: str
+    refusals: Mapping[str, str]
+    written: Written
 
 
 def make_plan(policy: Policy) -> PackagePlan:
@@ -119,10 +123,9 @@ def make_plan(policy: Policy) -> PackagePlan:
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
     step = step_of(lowered, numbers)
-    cpp, cpp_refusal = _lowered(cpp_plan, step)
-    triton, triton_refusal = _lowered(triton_plan, step)
+    refusals: dict[str, str] = {}
+    cpp, triton = _lowered("cpu", cpp_plan, step, refusals), _lowered("triton", triton_plan, step, refusals)
     torch = _torch(step)
-    prompt = None if triton is None else triton_prompt_plan(step)
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
@@ -146,19 +149,28 @@ def make_plan(policy: Policy) -> PackagePlan:
         flags=tuple(_flags(lowered, step, torch)),
         torch=torch,
         cpp=cpp,
-        cpp_refusal=cpp_refusal,
         triton=triton,
-        triton_refusal=triton_refusal,
-        triton_prompt=prompt,
-        triton_words=None if triton is None else triton_words(triton, observes_prompts=prompt is not None),
-        keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
-        budget_text="" if policy.measured is None else print_expression(policy.measured),
-        count_text="" if policy.select is None else print_count(policy.select),
-        score_text="" if policy.score is None else print_expression(policy.score),
-        weigh_text=print_across_layers(policy.across_layers).strip(),
-        weight_text="" if policy.select is None or policy.select.weight is None else print_expression(policy.select.weight),
-        select_text="" if policy.select is None else print_expression(policy.select.by),
-        sketch_text="" if policy.sketch is None else print_expression(policy.sketch.by),
+        triton_words=None if triton is None else triton_words(triton),
+        refusals=refusals,
+        written=_written(policy),
+    )
+
+
+def _written(policy: Policy) -> Written:
+    select, sketch, shared = policy.select, policy.sketch, policy.across_layers
+
+    def printed(expr: Expr | None) -> str:
+        return "" if expr is None else print_expression(expr)
+
+    return Written(
+        keeps=tuple(print_keep(keep) for keep in policy.keeps),
+        budget=printed(policy.measured),
+        score=printed(policy.score),
+        weigh=print_across_layers(shared).strip(),
+        select="" if select is None else print_expression(select.by),
+        count="" if select is None else print_count(select),
+        weight="" if select is None else printed(select.weight),
+        sketch="" if sketch is None else print_expression(sketch.by),
     )
 
 
@@ -222,12 +234,13 @@ def _tensors_of_values(policy: Policy) -> bool:
     )
 
 
-def _lowered(plan: Callable[[Step], Plan], step: Step) -> tuple[Plan | None, str]:
-    """What a target makes of the step, or why it has no form there."""
+def _lowered(target: str, plan: Callable[[Step], Plan], step: Step, refusals: dict[str, str]) -> Plan | None:
+    """What a target makes of the step; where it has no form there, `refusals` gets why."""
     try:
-        return plan(step), ""
+        return plan(step)
     except NotLowerable as refusal:
-        return None, str(refusal)
+        refusals[target] = str(refusal)
+        return None
 
 
 def _torch(step: Step) -> TorchPlan:

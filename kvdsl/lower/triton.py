@@ -36,10 +36,14 @@ from kvdsl.lower.triton_expressions import (
     Loop,
     Pass,
     TokenPrinter,
+    column_rows,
     number,
+    numbers_in,
     ring_size,
+    tensors_in,
 )
 from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, row_at, values_of
+from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.normal import compared
 
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
@@ -79,38 +83,63 @@ class TritonSelect:
 
 
 @dataclass(frozen=True)
+class TritonSettle:
+    """How it is found who leaves.
+
+    Attributes:
+        overflow: the arguments of the call that says how many must leave. first, last: how many tokens at either end stay. tops: how many
+            slots each `keep top` protects. ends: which of `evicting`'s classes those at either end are.
+        score: the loops that compute the rows of scores. scores: how many rows those are, with those that the loops work in.
+        vectors: the tensors of files, with a number for every dim, that the loops read. reads_vectors: whether they read such, keys or
+            values.
+        pools: whether a score pools, so that it is known before what may not leave. pairs: whether slots are compared with each other.
+        hard_cap: whether it happens before a token is placed, as well.
+        prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
+        agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
+    """
+
+    overflow: str
+    first: str
+    last: str
+    tops: tuple[str, ...]
+    ends: int
+    score: tuple[Loop, ...]
+    scores: int
+    vectors: tuple[tuple[str, int], ...]
+    reads_vectors: bool
+    pools: bool
+    pairs: bool
+    hard_cap: bool
+    prompts: bool
+    agrees: bool
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
 class TritonPlan:
-    """Parts of the kernel `settle`, one statement a line.
+    """Parts of the kernel `settle`, one statement a line; what it does not do is None or empty.
 
     Attributes:
         args: names of what it is given beyond what every policy's is.
         numbers: what it reads of the policy's numbers: name and place in the table. `constants`, `vectors`: of its tensors of files,
-            those that have a number for the head, and those that have one for every dim, which `place` reads; `scored`: that `score`
-            reads.
+            those that have a number for the head, and those that have one for every dim, which `place` reads.
         supplied: what of the caller's it reads, likewise.
         columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
             the same, with the place of each among the rings instead.
         place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
         observe: loops that fold the query into the columns.
-        settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
-            `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
-            many those are, with those that the loops work in, `tops` how many slots each `keep top` protects, and `ends` which of
-            `evicting`'s classes those at either end are. `reads_vectors`: whether the loops read keys, values or such tensors.
-            `hard_cap`: whether it does so before its token is placed, as well.
-        settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
-        pools: whether a score pools, so that it is known before what may not leave. `pairs`: whether slots are compared with each other.
+        settle: None where nobody leaves in a decode step.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date, and rotated halves where there are any.
-        agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
         shares: whether they share a budget, or have budgets of their own, so that some may have more slots than others.
+        prompt: None where torch observes a prompt's queries, or nothing does.
     """
 
     args: tuple[str, ...]
     numbers: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, int], ...]
-    scored: tuple[tuple[str, int], ...]
     supplied: tuple[tuple[str, int], ...]
     columns: tuple[tuple[str, int], ...]
     rings: tuple[tuple[str, int], ...]
@@ -118,61 +147,56 @@ class TritonPlan:
     reads_key: bool
     reads_value: bool
     observe: tuple[Loop, ...]
-    settles: bool
-    hard_cap: bool
-    settles_prompts: bool
-    overflow: str
-    first: str
-    last: str
-    score: tuple[Loop, ...]
-    scores: int
-    reads_vectors: bool
-    tops: tuple[str, ...]
-    ends: int
-    pools: bool
-    pairs: bool
+    settle: TritonSettle | None
     spreads: bool
     select: TritonSelect | None
     compact: bool
-    agrees: bool
     shares: bool
+    prompt: TritonPromptPlan | None
 
     @property
     def draws(self) -> bool:
         """Whether random numbers are drawn."""
         return "seed" in self.args
 
+    @property
+    def agrees(self) -> bool:
+        """Whether the KV heads of a layer agree on who leaves."""
+        return self.settle is not None and self.settle.agrees
+
+    @property
+    def hard_cap(self) -> bool:
+        """Whether room is made before a token is placed."""
+        return self.settle is not None and self.settle.hard_cap
+
+    @property
+    def reads_vectors(self) -> bool:
+        """Whether a loop reads keys, values or tensors that have a number for every dim."""
+        return self.settle is not None and self.settle.reads_vectors
+
 
 def triton_plan(step: Step) -> TritonPlan:
-    """The Triton of a decode step. Prompts are torch's.
+    """The Triton of a decode step. What a prompt's queries give the slots is Triton's, too, the rest of it torch's.
 
     Raises:
         NotLowerable: if it has no Triton form; the torch backend serves such a policy.
     """
     step = for_target(_compared(step), CAN, _refused(step))
-    evict = step.evict if step.evict is not None and step.evict.decodes else None
-    settles, protect = evict is not None, step.protect
     observe = [] if step.forgets else _observe(step)  # prompts observe, by the same rules
-    rows: dict[str, int] = {}
-    score = [] if evict is None else _settle(step, evict, rows)
-    first, last = (_most(protect.counts(end) if settles else []) for end in ("first", "last"))
+    settle = _settle(step, step.evict) if step.evict is not None and step.evict.decodes else None
     place = [_place(column) for column in step.columns if column.rule != "ring"]
-    overflow = Fragment("") if evict is None else _overflow(evict)
-    tops = [_count(count) for count in protect.counts("top")] if evict and not evict.pools else []
     select = _select(step)
     page = [number("page")] if select and select.paged else []
-    uses = uses_of(*place, first, last, overflow, *tops, *page, Fragment("", uses=_uses([*observe, *score])))
+    uses = uses_of(*place, *page, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
     used = numbers_in(uses, step.numbers)
-    constants = tensors_in(uses, "constant", step)
-    vectors, scored = (tensors_in(of, "vector", step) for of in (uses_of(*place), _uses(score)))
-    vectors_are_read = bool(scored) or any(one.reads for one in score)
+    constants, vectors = tensors_in(uses, "constant", step), tensors_in(uses_of(*place), "vector", step)
     columns, rings = column_rows(step)
+    scores = settle.score if settle else ()
     return TritonPlan(
-        args=_args(step, uses, bool(used), bool(constants or vectors or scored), settles),
+        args=_args(step, uses, bool(used), bool(constants or tensors_in(uses, "vector", step)), settle is not None),
         numbers=used,
         constants=constants,
         vectors=vectors,
-        scored=scored,
         supplied=tuple(
             (spelled(given.name), n) for n, given in enumerate(step.given) if given.name in names_of(uses, "given")
         ),
@@ -182,24 +206,12 @@ def triton_plan(step: Step) -> TritonPlan:
         reads_key=any(line.needs("input", "k") for line in place),
         reads_value=any(line.needs("input", "v") for line in place),
         observe=tuple(one.printed() for one in observe),
-        settles=settles,
-        hard_cap=evict is not None and evict.hard,
-        settles_prompts=evict is not None and evict.prompts and evict.alone and not (vectors_are_read or step.forgets),
-        overflow=overflow.text,
-        first=first.text,
-        last=last.text,
-        score=tuple(one.printed() for one in score),
-        scores=len(rows),
-        reads_vectors=vectors_are_read,
-        tops=texts(tops),
-        ends=_ends(protect),
-        pools=evict is not None and evict.pools,
-        pairs=any(one.inner for one in score) or (evict is not None and evict.pools),
-        spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
+        settle=settle,
+        spreads=bool(observe or scores) and len(observe) <= 1 and len(scores) <= 1,
         select=select,
         compact=step.compact,
         shares=step.heads_differ or (step.evict is not None and step.evict.heads_share),
-        agrees=evict is not None and evict.by == "heads",
+        prompt=triton_prompt_plan(step),
     )
 
 
@@ -247,24 +259,6 @@ def _refused(step: Step) -> dict[str, bool]:
         "`victims shared by layers`": evict is not None and evict.by == "layers",
         "`group each`: a kernel chooses once for the query heads of a KV head": step.group == "each",
     }
-
-
-def numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """The numbers that are used, and the place of each in the table."""
-    used = names_of(uses, "number")
-    return tuple((name, n) for n, name in enumerate(numbers) if name in used)
-
-
-def tensors_in(uses: Iterable[Use], kind: str, step: Step) -> tuple[tuple[str, int], ...]:
-    """The tensors that are used as `constant` or `vector`: how kernels call them, and the place of each among the policy's."""
-    used = names_of(uses, kind)
-    return tuple((spelled(tensor.name), n) for n, tensor in enumerate(step.tensors) if tensor.name in used)
-
-
-def column_rows(step: Step) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """The columns of one number and the row of each in the table, and the rings and the place of each among the rings."""
-    singles, rings = (tuple((name, n) for n, name in enumerate(names)) for names in (step.singles, step.rings))
-    return singles, rings
 
 
 # -- the new token -----------------------------------------------------------------------------------------------------
@@ -366,7 +360,34 @@ def _sketch_by(by: Expr, group: str) -> Fragment:
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(step: Step, evict: Eviction, rows: dict[str, int]) -> list[Pass]:
+def _settle(step: Step, evict: Eviction) -> TritonSettle:
+    rows: dict[str, int] = {}
+    score = _score(step, evict, rows)
+    first, last = (_most(step.protect.counts(end)) for end in ("first", "last"))
+    overflow = _overflow(evict)
+    tops = [] if evict.pools else [_count(count) for count in step.protect.counts("top")]
+    vectors = tensors_in(_uses(score), "vector", step)
+    reads_vectors = bool(vectors) or any(one.reads for one in score)
+    return TritonSettle(
+        overflow=overflow.text,
+        first=first.text,
+        last=last.text,
+        tops=texts(tops),
+        ends=_ends(step.protect),
+        score=tuple(one.printed() for one in score),
+        scores=len(rows),
+        vectors=vectors,
+        reads_vectors=reads_vectors,
+        pools=evict.pools,
+        pairs=evict.pools or any(one.inner for one in score),
+        hard_cap=evict.hard,
+        prompts=evict.prompts and evict.alone and not (reads_vectors or step.forgets),
+        agrees=evict.by == "heads",
+        uses=uses_of(first, last, overflow, *tops, Fragment("", uses=_uses(score))),
+    )
+
+
+def _score(step: Step, evict: Eviction, rows: dict[str, int]) -> list[Pass]:
     """The loops that leave every slot's scores in `work` and what protects it in `kept`, and find the lowest score.
 
     Args:

@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Axis, Column, Expr, Reduce
 from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, uses_of
 from kvdsl.lower.spelling import size_of
-from kvdsl.lower.step import Step, for_target
-from kvdsl.lower.triton import column_rows, numbers_in, tensors_in
-from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
+from kvdsl.lower.step import Step
+from kvdsl.lower.triton_expressions import (
+    CAN,
+    BlockPrinter,
+    CountPrinter,
+    Loop,
+    Pass,
+    column_rows,
+    number,
+    numbers_in,
+    tensors_in,
+)
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}
 _COUNTED = Use("helper", "count")
@@ -60,10 +69,9 @@ class TritonPromptPlan:
 
 
 def triton_prompt_plan(step: Step) -> TritonPromptPlan | None:
-    """The Triton of a prompt, for a policy that `triton_plan` takes; None if it observes nothing, or torch does: a fold goes on query by
+    """The Triton of a prompt, as `triton_plan` has it; None if it observes nothing, or torch does: a fold goes on query by
     query, and here many are folded at once.
     """
-    step = for_target(step, CAN, {})
     if not step.observe or step.ruled("fold"):
         return None
     loops, hoisted = _over_slots(step, [column.body for column in step.observe])

@@ -53,7 +53,7 @@ def test_selections_in_cpp(by: str) -> None:
 )
 def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
-    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+    assert (plan.cpp, plan.refusals["cpu"]) == (None, refusal)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
 )
 def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
     plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
-    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+    assert (plan.cpp, plan.refusals["cpu"]) == (None, refusal)
 
 
 BOUND = "sum(max(q * min(k over page), q * max(k over page)) over dims)"
@@ -332,7 +332,7 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
 def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
-    assert plan.triton_refusal.startswith(refusal)
+    assert plan.refusals["triton"].startswith(refusal)
 
 
 def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> None:
