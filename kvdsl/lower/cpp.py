@@ -52,11 +52,11 @@ from kvdsl.lower.expression import (
     names_of,
     of_slot_and_other,
     reads,
+    size_of,
     texts,
     uses_of,
     whole,
 )
-from kvdsl.lower.spelling import size_of
 from kvdsl.lower.step import START, Eviction, Step, for_target
 
 

@@ -26,8 +26,8 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
+    spelled,
 )
-from kvdsl.lower.spelling import spelled
 
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14

@@ -13,8 +13,7 @@ from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Pol
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
-from kvdsl.lower.expression import Fragment, fragment, names_of, reads, texts, uses_of
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.expression import Fragment, fragment, names_of, reads, size_of, spelled, texts, uses_of
 from kvdsl.lower.torch_expressions import NumberPrinter
 
 STAGES: Mapping[str, int] = MappingProxyType({"trigger": 1, "slack": 0, "max_drop": 0})

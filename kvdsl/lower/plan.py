@@ -13,9 +13,8 @@ from kvdsl.ir.nodes import Axis, Expr, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
+from kvdsl.lower.expression import NotLowerable, reads, reads_vectors, size_of, spelled
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
-from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan

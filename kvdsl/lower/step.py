@@ -30,7 +30,7 @@ from kvdsl.ir.ops import POOLS
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import NotLowerable, Target
 from kvdsl.lower.numbers import STAGES, NumbersPlan
-from kvdsl.passes.parts import in_parts
+from kvdsl.passes.normal import in_parts
 
 START: Mapping[str, float] = {"max": -math.inf, "min": math.inf, "fold": math.nan, "prune": math.nan}
 """What a column holds of a token that has just come, by its rule, where that is not 0."""

@@ -28,8 +28,8 @@ from kvdsl.lower.expression import (
     fragment,
     of_slot_and_other,
     pair,
+    spelled,
 )
-from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}

@@ -20,11 +20,11 @@ from kvdsl.lower.expression import (
     fragment,
     names_of,
     reads,
+    spelled,
     texts,
     uses_of,
     whole,
 )
-from kvdsl.lower.spelling import spelled
 from kvdsl.lower.step import START, Eviction, Protection, Step, for_target
 from kvdsl.lower.triton_expressions import (
     CAN,

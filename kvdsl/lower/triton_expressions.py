@@ -29,10 +29,11 @@ from kvdsl.lower.expression import (
     fragment,
     is_vector,
     names_of,
+    size_of,
+    spelled,
     texts,
     uses_of,
 )
-from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.step import Step
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).

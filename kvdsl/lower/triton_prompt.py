@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Column, Expr, Reduce
-from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, uses_of
-from kvdsl.lower.spelling import size_of
+from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, size_of, uses_of
 from kvdsl.lower.step import Step
 from kvdsl.lower.triton_expressions import (
     CAN,

@@ -10,9 +10,9 @@ import pytest
 
 from kvdsl.compiler import analyse, package, plan_of
 from kvdsl.emit.without import _INSTEAD, COST, sentence, without
+from kvdsl.errors import warn
 from kvdsl.ir.ops import POOLS, REDUCTIONS
 from kvdsl.shipped import all_policies
-from kvdsl.warned import warn
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvdsl.compiler import package
+from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
-from kvdsl.lower.spelling import spelled
 from tests.lower.policies import checked, evicting
 
 # -- one query's own ---------------------------------------------------------------------------------------------------
@@ -343,9 +343,9 @@ def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> N
     assert plan is not None
     assert plan.args == ("numbers", "work")
     plan = make_plan(evicting("score (age + 1) ** 0.5 - position")).triton
-    assert plan is not None
+    assert plan is not None and plan.settle is not None
     value = "ops.power((now - pos).to(tl.float32) + 1.0, 0.5).to(tl.float32) - pos.to(tl.float32)"
-    assert any(value in line for line in plan.score[-1].body)
+    assert any(value in line for line in plan.settle.score[-1].body)
     plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
     assert plan is not None
     assert plan.args == ("columns", "numbers", "logits", "window", "work")
