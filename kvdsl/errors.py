@@ -1,6 +1,9 @@
-"""What kvdsl says when it cannot do what it was asked."""
+"""What kvdsl says when it cannot do what it was asked, or does it otherwise than expected: errors, and warnings at the user's own line."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class KvdslError(ValueError):
@@ -8,3 +11,22 @@ class KvdslError(ValueError):
 
     What is wrong with a policy's source is a `kvdsl.DiagnosticError`, which lists the places.
     """
+
+
+_INNER = {"kvdsl", "torch", "transformers"}
+
+
+def warn(message: str) -> None:
+    """Issue a UserWarning at the innermost line outside kvdsl, torch and transformers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _inner(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message, UserWarning, frame.f_code.co_filename, frame.f_lineno,
+        module=names.get("__name__", "?"), registry=names.setdefault("__warningregistry__", {}),
+    )  # fmt: skip
+
+
+def _inner(module: str) -> bool:
+    return module.partition(".")[0] in _INNER or module.startswith(("_kvdsl_", "kvdsl_"))

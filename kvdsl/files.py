@@ -1,9 +1,16 @@
-"""Writing files."""
+"""Files: writing whole ones, those that belong to kvdsl but are no Python, and `-` on a command line, which is standard input.
+
+The grammar, the templates and the shipped policies lie in `kvdsl/_data/` in a wheel; an editable install and a plain checkout read them
+from the repository's root. Standard input is read once and cached; library calls never read it.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -31,3 +38,50 @@ def write_whole(path: Path, content: str | bytes) -> None:
             raise
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+DASH = "-"
+_commands = 0
+_read: bytes | None = None
+
+
+@contextmanager
+def of_a_command() -> Iterator[None]:
+    """Make `-` mean standard input within this context."""
+    global _commands, _read
+    _commands, before, _read = _commands + 1, _read, None
+    try:
+        yield
+    finally:
+        _commands, _read = _commands - 1, before
+
+
+def is_standard_input(name: str) -> bool:
+    """Return whether a name means standard input, as `-` does in a command."""
+    return name == DASH and _commands > 0
+
+
+def read_standard_input() -> bytes:
+    """Return all of standard input."""
+    global _read
+    if _read is None:
+        _read = sys.stdin.buffer.read()
+    return _read
+
+
+_PACKAGE = Path(__file__).resolve().parent
+_ROOTS = (_PACKAGE / "_data", _PACKAGE.parent)
+
+
+def resource(*parts: str) -> Path:
+    """The path of a file or folder such as `resource("grammar", "kv.lark")`."""
+    for root in _ROOTS:
+        path = root.joinpath(*parts)
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"kvdsl is not installed properly: {'/'.join(parts)} is missing")
+
+
+def read_resource(*parts: str) -> str:
+    """The text of a file."""
+    return resource(*parts).read_text(encoding="utf-8")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
-from kvdsl.errors import KvdslError
+from kvdsl.errors import KvdslError, warn
 from kvdsl.source import Combined, SourceFile
-from kvdsl.warned import warn
 
 if TYPE_CHECKING:
     from kvdsl.compiler import Compiled

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+from kvdsl.files import read_resource
 from kvdsl.ir import ops
-from kvdsl.resources import read_resource
 from kvdsl.syntax.nodes import WORDS
 
 _GIVEN = "a number of each token and KV head that the caller gives; without a default, always"

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from kvdsl import codes
 from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
-from kvdsl.resources import resource
+from kvdsl.files import DASH, is_standard_input, read_standard_input, resource
 from kvdsl.source import Combined, SourceFile
-from kvdsl.standard_input import DASH, is_named, read
 
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
@@ -92,7 +91,7 @@ def find(text: str, written: Written) -> Path | SourceFile:
     Args:
         written: opens `mine.py:calm`.
     """
-    if is_named(text):
+    if is_standard_input(text):
         return _standard_input()
     shipped = {path.stem: path for path in all_policies()}
     if (known := _known(text, shipped, written)) is not None:
@@ -112,7 +111,7 @@ def _standard_input() -> SourceFile:
     from kvdsl.syntax.reader import decode
 
     sink = Sink()
-    source = decode(read(), sink, DASH)
+    source = decode(read_standard_input(), sink, DASH)
     if source is None:
         raise DiagnosticError(sink)
     return source

@@ -123,7 +123,7 @@ def _of_newest_edition() -> dict[str, int]:
 def _of_grammar(*, newest: bool = False) -> dict[str, int]:
     from lark import Lark
 
-    from kvdsl.resources import resource
+    from kvdsl.files import resource
 
     text = resource("grammar", "kv.lark").read_text(encoding="utf-8")
     gone = {line.split(":")[0].lstrip("?") for line in text.splitlines() if "// kv 1" in line} if newest else set()

@@ -12,9 +12,9 @@ import pytest
 
 from kvdsl.codes import CODES
 from kvdsl.compiler import find_policy
+from kvdsl.files import read_resource
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.reference import STATEMENTS
-from kvdsl.resources import read_resource
 from kvdsl.shipped import gallery_policies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from kvdsl.errors import KvdslError
-from kvdsl.interp.tensors import values
+from kvdsl.interp.inputs import values
 from kvdsl.tensorfile import Stored, read, written
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -3,6 +3,10 @@
 An entry is a folder with a seal, which has the size and the digest of each of its files. It is made in a folder of its maker's own
 and published by one rename: others see all of it or nothing. Nothing is flushed to the disk for that, for whoever opens an entry
 compares it with its seal: what a power cut leaves half written has another digest.
+
+Reading the weights of a model whole takes a second. So the state of a file is noted beside it when it has been read, and it is not read
+again while that is the same. No program changes a file and not its `ctime`, which the system alone sets. What a disk forgets by
+itself goes unnoticed.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from kvdsl.build import stamps
 from kvdsl.build.cache import ELSEWHERE, refusal, writable
 from kvdsl.errors import KvdslError
 
@@ -58,14 +64,14 @@ def flaw(folder: Path, known: bool = False) -> str | None:
         known: whether files that nobody has touched since they were last compared with the seal count as sound. It spares the second
             that the weights of a model take. What a disk forgets by itself is not noticed then.
     """
-    found: dict[str, stamps.Stamp] = {}
+    found: dict[str, Stamp] = {}
     try:
         files = json.loads((folder / SEAL).read_bytes())["files"]
-        before = stamps.noted(folder) if known else {}
+        before = noted(folder) if known else {}
         for name, sealed in files.items():
             if (size := (folder / name).stat().st_size) != sealed["bytes"]:
                 return f"{name} has {size:,} of {sealed['bytes']:,} bytes"
-            found[name] = stamps.stamp(folder / name)
+            found[name] = stamp(folder / name)
             if before.get(name) != found[name] and digest_of(folder / name) != sealed["sha256"]:
                 return f"{name} is not what was written"
     except OSError as error:
@@ -73,7 +79,7 @@ def flaw(folder: Path, known: bool = False) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{SEAL} cannot be read"
     if known and before != found:
-        stamps.note(folder, found)
+        note(folder, found)
     return None
 
 
@@ -109,3 +115,44 @@ def digest_of(file: Path) -> str:
         while chunk := source.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+Stamp = list[int]
+"""A file's inode, size, `mtime` and `ctime`, in nanoseconds."""
+
+NOTE = "compared.json"
+"""The file with the stamps."""
+
+STILL = 2.0
+"""Seconds for which a file must not have changed before its stamp tells: clocks of file systems tick slowly."""
+
+
+def stamp(file: Path) -> Stamp:
+    """The state of a file, in a few microseconds."""
+    found = file.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """The stamps that were noted in a folder, by file; none if there is no note, or it cannot be read."""
+    try:
+        found = json.loads((folder / NOTE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def note(folder: Path, found: dict[str, Stamp]) -> None:
+    """Note that files with these stamps were compared and are sound, if that can be known by now, and written."""
+    if any(time.time() - ctime / 1e9 < STILL for *_, ctime in found.values()):
+        return
+    beside = folder / f".{NOTE}.{os.getpid()}"
+    try:
+        for name in found:
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())  # or a power cut could take what was compared, and leave the note
+        beside.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(beside, folder / NOTE)
+    except OSError:  # of a folder that others own, say: they are read whole each time
+        with suppress(OSError):
+            beside.unlink()

@@ -14,11 +14,11 @@ import click
 from kvdsl.cli import completion
 from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, kv_files, print_json, report, set_option, warning
 from kvdsl.errors import KvdslError
+from kvdsl.files import is_standard_input
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
 from kvdsl.shipped import file_of, policy_name, shipped_as, text_of
 from kvdsl.source import Combined, SourceFile
-from kvdsl.standard_input import is_named
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | Sou
 
 def _compile(name: str, policy: Policy, found: Path | SourceFile, out: Path) -> Compiled:
     from kvdsl.compiler import package
-    from kvdsl.emit.data import data_of
-    from kvdsl.emit.render import differing, stale
+    from kvdsl.emit.render import data_of, differing, stale
 
     data, origin = data_of(policy), _origin(name, found, out)
     made: dict[str, str | bytes] = {**package(policy, text_of(found), data, origin), **data}
@@ -136,7 +135,7 @@ def _origin(name: str, found: Path | SourceFile, out: Path) -> str:
     """What a policy was read from: a shipped one by its name, a file by its path from where the output folder lies."""
     while isinstance(found, Combined):
         name, found = found.text[: found.named], found.base
-    if is_named(name):
+    if is_standard_input(name):
         return name
     file = found if isinstance(found, Path) else file_of(name)
     if (shipped := shipped_as(file)) is not None:

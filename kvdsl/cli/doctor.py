@@ -147,7 +147,7 @@ def _vllm() -> str:
 
 
 def _files() -> Iterator[Finding]:
-    from kvdsl.resources import resource
+    from kvdsl.files import resource
 
     for parts in (("grammar", "kv.lark"), ("templates",), ("policies",)):
         name = "/".join(parts)

@@ -19,7 +19,7 @@ from kvdsl import lab
 from kvdsl.abi import VERSION
 from kvdsl.busy import wait_passively
 from kvdsl.cli.common import error, guarded, warnings_in_a_line
-from kvdsl.standard_input import of_a_command
+from kvdsl.files import of_a_command
 
 GROUPS = {
     "Write": {

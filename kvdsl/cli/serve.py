@@ -15,7 +15,7 @@ from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import cache_options
 from kvdsl.errors import KvdslError
-from kvdsl.standard_input import is_named
+from kvdsl.files import is_standard_input
 
 _STEP = 2048
 """Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short. Where prompts
@@ -54,7 +54,7 @@ def command(
         raise click.UsageError(
             "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
         )
-    if is_named(policy):
+    if is_standard_input(policy):
         raise click.UsageError("vLLM's processes read the policy, and standard input once: give a file")
     words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:

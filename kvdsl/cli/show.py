@@ -11,7 +11,7 @@ import click
 from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.errors import KvdslError
-from kvdsl.standard_input import is_named
+from kvdsl.files import is_standard_input
 
 if TYPE_CHECKING:
     from kvdsl.source import SourceFile
@@ -40,7 +40,7 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
     from kvdsl.syntax.reader import read
 
     found, sink = find_policy(policy), Sink()
-    if isinstance(found, Combined) or is_named(policy):
+    if isinstance(found, Combined) or is_standard_input(policy):
         assert isinstance(found, SourceFile)
         _show_unfiled(found, only_path, as_json)
         return
@@ -62,8 +62,8 @@ def _show_unfiled(found: SourceFile, only_path: bool, as_json: bool) -> None:
     from kvdsl.compiler import file_text
 
     if only_path:
-        raise KvdslError(f"`{found.name if is_named(found.name) else found.text}` lies in no file")
-    text = found.text if is_named(found.name) else file_text(found)
+        raise KvdslError(f"`{found.name if is_standard_input(found.name) else found.text}` lies in no file")
+    text = found.text if is_standard_input(found.name) else file_text(found)
     if as_json:
         print_json({"name": found.stem, "path": None, "source": text})
     else:

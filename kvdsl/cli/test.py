@@ -22,8 +22,8 @@ from kvdsl.cli.common import (
     report,
 )
 from kvdsl.errors import KvdslError
+from kvdsl.files import is_standard_input
 from kvdsl.source import SourceFile
-from kvdsl.standard_input import is_named
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
@@ -85,7 +85,7 @@ def _named(name: str) -> Iterator[Path | SourceFile]:
     from kvdsl.compiler import find_policy
 
     path, shipped = Path(name), _shipped()
-    if is_named(name):
+    if is_standard_input(name):
         found = find_policy(name)
         assert isinstance(found, SourceFile)
         yield found
@@ -110,7 +110,7 @@ def _no_tests(name: str, stem: str) -> str:
 
 def _shipped() -> dict[str, Path]:
     """The tests that come with kvdsl, by the stems of their policies and by their own."""
-    from kvdsl.resources import resource
+    from kvdsl.files import resource
 
     paths = list(resource("policies").rglob("*_test.kv"))
     return {path.stem.removesuffix("_test"): path for path in paths} | {path.stem: path for path in paths}

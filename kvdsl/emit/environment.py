@@ -17,7 +17,7 @@ from jinja2.bccache import Bucket
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry, flaw
 from kvdsl.errors import KvdslError
-from kvdsl.resources import resource
+from kvdsl.files import resource
 
 
 class _Compiled(jinja2.BytecodeCache):

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvdsl.abi import ABI, VERSION
-from kvdsl.emit.data import TENSORS
 from kvdsl.emit.environment import environment
 from kvdsl.emit.without import sentence
+from kvdsl.errors import KvdslError
 from kvdsl.files import write_whole
+from kvdsl.ir.nodes import Policy, Tensor
 from kvdsl.lower.plan import PackagePlan
+from kvdsl.tensorfile import Stored, check_axes, read, written
 
 NO_DATA: Mapping[str, bytes] = MappingProxyType({})
 
@@ -64,8 +66,7 @@ def _banner(plan: PackagePlan, source: str) -> str:
 
 
 def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:
-    refusals = {"cpu": plan.cpp_refusal, "triton": plan.triton_refusal}
-    without = {target: sentence(target, refusal, source) for target, refusal in refusals.items() if refusal}
+    without = {target: sentence(target, refusal, source) for target, refusal in plan.refusals.items()}
     content = {
         "kvdsl": VERSION,
         "abi": ABI,
@@ -130,3 +131,32 @@ def _has(path: Path, content: str | bytes) -> bool:
         return (path.read_text(encoding="utf-8") if isinstance(content, str) else path.read_bytes()) == content
     except (FileNotFoundError, UnicodeDecodeError):
         return False
+
+
+TENSORS = "tensors.safetensors"
+"""The file's name in a package."""
+
+
+def data_of(policy: Policy) -> dict[str, bytes]:
+    """The files of a policy's package that are no text, by name: none, or the one with its tensors.
+
+    Raises:
+        KvdslError: if a tensor's file is not there, or does not hold what the policy says.
+    """
+    if not policy.tensors:
+        return {}
+    return {TENSORS: written({tensor.name: stored_of(tensor) for tensor in policy.tensors})}
+
+
+def stored_of(tensor: Tensor) -> Stored:
+    """A tensor as its file has it.
+
+    Raises:
+        KvdslError: as `data_of` does.
+    """
+    path = Path(tensor.path)
+    if path.resolve() != path:
+        raise KvdslError(f"`{path}` has become a link since the policy was checked")
+    stored = read(path, [tensor.name])[tensor.name]
+    check_axes(tensor.name, tensor.axes, stored.shape, str(path))
+    return stored

@@ -12,7 +12,6 @@ from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, ParamRef, Pol
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
-from kvdsl.lower.expression import bounds_pages
 from kvdsl.lower.plan import PackagePlan
 from kvdsl.memory import keeps_halves, slots_of_a_block
 from kvdsl.passes.columns import add_columns
@@ -131,7 +130,8 @@ class Facts:
     @property
     def page_bytes(self) -> float | None:
         """One token's share of the smallest and largest key of its page, which kernels keep likewise."""
-        if self.policy.pages is None or self.plan.cpp is None or not bounds_pages(self.policy):
+        select = None if self.plan.cpp is None else self.plan.cpp.select
+        if self.policy.pages is None or select is None or select.by != "page_bound":
             return 0
         tokens = value_of(self.policy.pages, self.values)
         return None if tokens is None else self.key_and_value / max(1, int(tokens))
@@ -149,11 +149,9 @@ class Facts:
     @property
     def backends(self) -> list[dict[str, Any]]:
         """Each backend: whether it serves the policy, and why not."""
-        cpp, triton = self.plan.cpp is not None, self.plan.triton is not None
+        refused = self.plan.refusals
         return [
-            {"name": "cpu", "ok": cpp, "why_not": None if cpp else self.plan.cpp_refusal},
-            {"name": "torch", "ok": True, "why_not": None},
-            {"name": "triton", "ok": triton, "why_not": None if triton else self.plan.triton_refusal},
+            {"name": name, "ok": name not in refused, "why_not": refused.get(name)} for name in ("cpu", "torch", "triton")
         ]
 
 

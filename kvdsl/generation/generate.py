@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import quiet
-from kvdsl.generation.times import quartiles
 from kvdsl.runtime.hf.cache import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
 
@@ -210,3 +211,14 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | No
             logits = model(input_ids=found[-1], **with_cache(cache), use_cache=True).logits
             found.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(found, dim=1).cpu()
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile of the values that are numbers; NaN if there are none."""
+    known = sorted(value for value in values if not math.isnan(value))
+    if not known:
+        return math.nan, math.nan, math.nan
+    if len(known) == 1:
+        return known[0], known[0], known[0]
+    first, _, third = statistics.quantiles(known, n=4, method="inclusive")
+    return first, statistics.median(known), third

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvdsl.errors import KvdslError
-from kvdsl.standard_input import is_named, read
+from kvdsl.files import is_standard_input, read_standard_input
 
 
 def read_text(path: Path | None) -> str:
@@ -19,7 +19,7 @@ def read_text(path: Path | None) -> str:
 
         return book_text()
     try:
-        text = read().decode() if is_named(str(path)) else path.read_text(encoding="utf-8")
+        text = read_standard_input().decode() if is_standard_input(str(path)) else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise KvdslError(f"{path} is not UTF-8 text") from error
     if not text.strip():

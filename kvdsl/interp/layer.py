@@ -14,14 +14,12 @@ from numpy.typing import ArrayLike
 from kvdsl.interp.attention import Call
 from kvdsl.interp.evaluate import Array, Indices, Mask, Peer, Scope, evaluate, evaluate_group, evaluate_number
 from kvdsl.interp.head import Head
-from kvdsl.interp.measured import measured
+from kvdsl.interp.inputs import NO_TENSORS, NOTHING, Supplied, Tensors, of_head
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.selection import taken_over
-from kvdsl.interp.settle import overflow, room, shares, standing, victims, victims_across, worths
+from kvdsl.interp.settle import measured, overflow, room, shares, standing, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
-from kvdsl.interp.supplied import NOTHING, Supplied, of_head
-from kvdsl.interp.tensors import NO_TENSORS, Tensors
 from kvdsl.ir.nodes import Policy
 
 Numbered = Numbers | Sequence[Numbers]

@@ -9,10 +9,10 @@ from functools import cached_property
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.head import Head
+from kvdsl.interp.inputs import NOTHING, Supplied
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.step import Step
-from kvdsl.interp.supplied import NOTHING, Supplied
 
 __all__ = ["Interpreter", "Step"]
 

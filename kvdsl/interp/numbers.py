@@ -10,7 +10,7 @@ from typing import Any
 
 from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number, some
-from kvdsl.interp.tensors import NO_TENSORS, Tensors, rows_of
+from kvdsl.interp.inputs import NO_TENSORS, Tensors, rows_of
 from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
 
 Value = Callable[[Expr | None, float], float]

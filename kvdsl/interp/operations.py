@@ -26,14 +26,12 @@ from kvdsl.interp.evaluate import (
     per_slot,
 )
 from kvdsl.interp.head import Head
+from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
-from kvdsl.interp.randomness import uniform
 from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
-from kvdsl.interp.supplied import NOTHING, Supplied, filled
-from kvdsl.interp.tensors import Tensors, rows_of
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef
 from kvdsl.ir.ops import OF_QUERY_HEADS
 from kvdsl.ir.visitors import children
@@ -363,3 +361,27 @@ def _reads_q(expr: Expr) -> bool:
 
 def _with_inputs(scope: Scope, **more: Array) -> Scope:
     return replace(scope, inputs={**scope.inputs, **more})
+
+
+_WORD = 0xFFFFFFFF
+
+
+def uniform(seed: int, layer: int, head: int, position: Indices, step: int) -> Array:
+    """One number in [0, 1) per slot, [n], of 24 bits; `step` is the newest position."""
+    return np.array([_one(seed, (layer, head, int(slot), step)) for slot in position], dtype=np.float64)
+
+
+def _one(seed: int, words: tuple[int, ...]) -> float:
+    state = seed & _WORD
+    for word in words:
+        state = _mix(state ^ (word * 0x9E3779B9 & _WORD))
+    return (state >> 8) * 2.0**-24
+
+
+def _mix(x: int) -> int:
+    """MurmurHash3's finalizer of 32 bits."""
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & _WORD
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & _WORD
+    return x ^ x >> 16

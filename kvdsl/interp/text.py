@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike
 
 from kvdsl.interp.evaluate import at_least_one
 from kvdsl.interp.head import Head
+from kvdsl.interp.inputs import NOTHING, Supplied
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers, resolve_heads
 from kvdsl.interp.operations import floats
 from kvdsl.interp.step import Step
-from kvdsl.interp.supplied import NOTHING, Supplied
 from kvdsl.ir.nodes import Policy
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from kvdsl.files import read_resource
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.lang.expressions import Expression, MisusedError, OtherSlot, name
-from kvdsl.resources import read_resource
 from kvdsl.sema.editions import FUNCTIONS
 
 if TYPE_CHECKING:

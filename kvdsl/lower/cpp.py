@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 from kvdsl.ir.nodes import (
     Axis,
@@ -16,12 +15,9 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Expr,
     Keep,
-    LayerRange,
     Number,
-    Policy,
     Rank,
     Reduce,
-    Select,
     is_call,
 )
 from kvdsl.ir.ops import POOLS
@@ -38,6 +34,7 @@ from kvdsl.lower.cpp_expressions import (
     SlotPrinter,
     TokenPrinter,
     function_of,
+    literal,
     over_group,
     ring_name,
     size_of_dims,
@@ -48,55 +45,79 @@ from kvdsl.lower.expression import (
     NotLowerable,
     OfAllSlots,
     Use,
-    bounds_pages,
     dims_of,
-    form_of_select,
     fragment,
     hoist,
-    in_layers,
     is_vector,
     names_of,
     of_slot_and_other,
     reads,
+    size_of,
     texts,
     uses_of,
+    whole,
 )
-from kvdsl.lower.spelling import size_of
-from kvdsl.passes.parts import in_parts
-
-_INT_MAX = 2**31 - 1
-_INITIAL = {"max": "-INFINITY", "min": "INFINITY", "fold": "NAN", "prune": "NAN"}
+from kvdsl.lower.step import START, Eviction, Step, for_target
 
 
 @dataclass(frozen=True)
-class CountPlan:
-    """A number of tokens that reads the data, as the body of a function: statements before it, and the value, a double.
+class Value:
+    """A value as the body of a function: statements before it, and the value, a float over slots or dims or a double of the head.
 
-    `reads_keys`: whether it needs k or v. `asks`: whether it needs these, or a query head's own. `scratch`: work rows that it uses.
+    `reads_keys`: whether it needs k or v. `alone`: whether it sees one query head at a time. `scratch`: work rows that it uses.
     """
 
     before: tuple[str, ...]
     value: str
-    reads_keys: bool
-    asks: bool
-    scratch: int
+    reads_keys: bool = False
+    alone: bool = False
+    scratch: int = 0
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is found with what a query head has of its own, or with keys and values."""
+        return self.alone or self.reads_keys
 
 
-class _Settle(NamedTuple):
-    """How it is found who leaves: `settle_before`, `settle`, `protect`, `settle_last`, `budget`, `scratch` and `settle_reads_keys` of a
-    plan.
+@dataclass(frozen=True)
+class ObservePlan:
+    """How a query is folded into the columns.
+
+    `before`, `loop`: statements before the loop over slots, and in it. `reads_keys`, `attn`, `logit`: whether it needs k or v, and what
+    else of the query.
     """
 
-    before: tuple[str, ...] = ()
-    loop: tuple[str, ...] = ()
-    protect: tuple[str, ...] = ()
-    last: tuple[str, ...] = ()
-    budget: CountPlan | None = None
-    scratch: int = 0
-    reads_keys: bool = False
+    before: tuple[str, ...]
+    loop: tuple[str, ...]
+    reads_keys: bool
+    attn: bool
+    logit: bool
 
 
-_NOBODY_LEAVES = _Settle()
+@dataclass(frozen=True)
+class SettlePlan:
+    """Who leaves.
+
+    Attributes:
+        overflow: how many must leave; `budget`: down to how many, where that reads the data.
+        before: hoisted values. loop: in the loop over slots. protect: after it. last: in another loop after that.
+        ends_last: whether the first and last tokens that are kept leave only when nothing else is left.
+        reads_keys: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
+        prefill_only: whether nobody leaves in a decode step. hard_cap: whether room is made before a token is placed, as well.
+        scratch: how many work rows of floats it uses.
+    """
+
+    overflow: str
+    budget: Value | None
+    before: tuple[str, ...]
+    loop: tuple[str, ...]
+    protect: tuple[str, ...]
+    last: tuple[str, ...]
+    ends_last: bool
+    reads_keys: bool
+    prefill_only: bool
+    hard_cap: bool
+    scratch: int
 
 
 @dataclass(frozen=True)
@@ -104,116 +125,63 @@ class SelectPlan:
     """How a query chooses what it attends to.
 
     Attributes:
-        by: which of `kvdsl::By`. `expression_before`, `expression`: for one of its own, statements before the
-            loop over slots and the value. `alone`: whether they see one query head at a time.
-        vote: how what the KV heads of a layer find at a slot is reduced; empty where each chooses by itself. `voted_before`, `voted`:
-            what a head makes of that, likewise.
+        by: which of `kvdsl::By`. expression: what slots rank by, for one of its own.
+        vote: how what the KV heads of a layer find at a slot is reduced; empty where each chooses by itself. voted: what a head makes of
+            that; None where it goes by it.
         count: how many tokens are chosen, where that reads the data.
         always: statements that protect what is attended to in any case.
-        page, sketch: whether there are pages, and a sketch. `sketch_before`, `sketch_by`: as for the expression, over dims.
+        page: whether there are pages, `page_after`: which begin behind the text's first tokens.
+        sketch: what dims rank by.
     """
 
     by: str
-    expression_before: tuple[str, ...]
-    expression: str
-    alone: bool
+    expression: Value | None
     vote: str
-    voted_before: tuple[str, ...]
-    voted: str
-    count: CountPlan | None
+    voted: Value | None
+    count: Value | None
     always: tuple[str, ...]
     page: bool
     page_after: bool
-    sketch: bool
-    sketch_before: tuple[str, ...]
-    sketch_by: str
+    sketch: Value | None
 
 
 @dataclass(frozen=True)
 class CppPlan:
-    """Bodies of the functions of the policy's struct, one statement a line.
+    """Bodies of the functions of the policy's struct, one statement a line; what it does not do is None or empty.
 
-    Attributes:
-        place: the columns that a token has by itself, and those that do not begin at 0.
-        observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
-        settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `settle_last`: in another loop after that.
-            `overflow`: how many must leave; `budget`: down to how many, where that reads the data.
-            `ends_last`: whether the first and last tokens that are kept leave only when nothing else is left.
-            `settle_reads_keys`: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
-        forgets: whether decoded queries are not observed.
-        settles: whether it is known who leaves. `prefill_only`: nobody does in a decode step. `hard_cap`: room is made before its token
-            is placed, as well. `scratch`: how many work rows of floats that uses.
+    `place`: the columns that a token has by itself, and those that do not begin at 0. `forgets`: whether decoded queries are not observed.
     """
 
     place: tuple[str, ...]
-    observe_before: tuple[str, ...]
-    observe: tuple[str, ...]
-    observe_reads_keys: bool
-    needs_attn: bool
-    needs_logit: bool
-    overflow: str
-    budget: CountPlan | None
-    settle_before: tuple[str, ...]
-    settle: tuple[str, ...]
-    settle_reads_keys: bool
-    protect: tuple[str, ...]
-    settle_last: tuple[str, ...]
-    ends_last: bool
-    settles: bool
-    prefill_only: bool
-    hard_cap: bool
-    forgets: bool
-    scratch: int
+    observe: ObservePlan | None
+    settle: SettlePlan | None
     select: SelectPlan | None
+    forgets: bool
 
 
-def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
-    """The C++ of a decode step, for a policy whose state columns are known. Of a prompt it finds who leaves, too.
+def cpp_plan(step: Step) -> CppPlan:
+    """The C++ of a decode step. Of a prompt it finds who leaves, too.
 
     Raises:
         NotLowerable: if it has no C++ form; the torch backend serves such a policy.
     """
-    _refuse_statements(policy)
-    policy = in_parts(policy, CAN.knows)
-    CAN.check_columns(policy.columns)
-    folded = [column for column in policy.columns if column.rule not in ("token", "prune")]
-    before, hoisted = _hoist("row", [column.body for column in folded])
-    row = SlotPrinter("row", hoisted)
-    bodies = [row.body(column.body) for column in folded]
-    uses = uses_of(*bodies, *before)
-    settle = _settle_if_own(policy)
-    return CppPlan(
-        place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
-        observe_before=(*_first("row", policy, uses, folded), *texts(before)),
-        observe=tuple(_folded(folded, texts(bodies))),
-        observe_reads_keys=_needs_keys(uses),
-        needs_attn="attn" in names_of(uses, "input"),
-        needs_logit="logit" in names_of(uses, "input"),
-        overflow=_overflow(numbers, measured=settle.budget is not None),
-        budget=settle.budget,
-        settle_before=settle.before,
-        settle=settle.loop,
-        settle_reads_keys=settle.reads_keys,
-        protect=settle.protect,
-        settle_last=settle.last,
-        ends_last=policy.ends_last,
-        settles=settle is not _NOBODY_LEAVES,
-        prefill_only=settle is not _NOBODY_LEAVES and policy.when == "prefill",
-        hard_cap=policy.cap == "hard",
-        forgets=policy.forgets,
-        scratch=settle.scratch,
-        select=_select(policy),
+    evict, select = step.evict, step.select
+    together = evict is not None and evict.decodes and evict.by != "own"  # after a prompt nobody has to agree
+    step = for_target(
+        step,
+        CAN,
+        {
+            f"`victims shared by {evict.by if evict else None}`": together,
+            "`weight` on what is attended to": select is not None and select.weight is not None,
+        },
     )
-
-
-def _refuse_statements(policy: Policy) -> None:
-    """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
-    # After a prompt nothing leaves, and nobody has to agree.
-    shared = policy.victims != "own" and policy.when != "prefill"
-    if shared:
-        raise NotLowerable(f"`victims shared by {policy.victims}`")
-    if policy.weighs:
-        raise NotLowerable("`weight` on what is attended to")
+    return CppPlan(
+        place=tuple(_place(column) for column in step.ruled("token", *START)),
+        observe=_observe(step),
+        settle=_settle_if_own(step),
+        select=_select(step),
+        forgets=step.forgets,
+    )
 
 
 def _needs_keys(uses: Iterable[Use]) -> bool:
@@ -221,11 +189,30 @@ def _needs_keys(uses: Iterable[Use]) -> bool:
 
 
 def _place(column: Column) -> str:
-    value = f"static_cast<float>({TokenPrinter().value(column.body)})" if column.rule == "token" else _INITIAL[column.rule]
+    value = (
+        f"static_cast<float>({TokenPrinter().value(column.body)})" if column.rule == "token" else literal(START[column.rule])
+    )
     return f"slot.column(Column::{column.name}) = {value};"
 
 
-def _folded(columns: list[Column], bodies: Iterable[str]) -> Iterator[str]:
+def _observe(step: Step) -> ObservePlan | None:
+    if not step.observe:
+        return None
+    before, hoisted = _hoist("row", [column.body for column in step.observe])
+    row = SlotPrinter("row", hoisted)
+    bodies = [row.body(column.body) for column in step.observe]
+    uses = uses_of(*bodies, *before)
+    inputs = names_of(uses, "input")
+    return ObservePlan(
+        before=(*_first("row", step, uses, step.observe), *texts(before)),
+        loop=tuple(_folded(step.observe, texts(bodies))),
+        reads_keys=_needs_keys(uses),
+        attn="attn" in inputs,
+        logit="logit" in inputs,
+    )
+
+
+def _folded(columns: Iterable[Column], bodies: Iterable[str]) -> Iterator[str]:
     """Statements that fold a query into the columns of a slot; folds read each other as they were before it, so they are stored last."""
     stored = []
     for column, body in zip(columns, bodies, strict=True):
@@ -250,8 +237,9 @@ def _fold(column: Column, body: str) -> str:
     return f"{old} = seen ? {new[column.rule]} : {old};"
 
 
-def _column_pointers(view: str, written: list[Column], uses: Iterable[Use]) -> list[str]:
+def _column_pointers(view: str, written: Iterable[Column], uses: Iterable[Use]) -> list[str]:
     """Pointers to the columns that a loop writes or reads; of a ring, to the row that is the newest query's."""
+    written = list(written)
     rings = {column.name for column in written if column.rule == "ring"}
     names = {column.name: "float*" for column in written}
     for name in names_of(uses, "column"):
@@ -341,11 +329,11 @@ def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
         yield from _inside_of_vectors(child, inside=inside)
 
 
-def _first(view: str, policy: Policy, uses: Iterable[Use], written: list[Column] | None = None) -> list[str]:
+def _first(view: str, step: Step, uses: Iterable[Use], written: Iterable[Column] = ()) -> list[str]:
     """Statements that everything else may need: pointers to columns, and which slots lie in one page."""
-    lines = _column_pointers(view, written or [], uses)
+    lines = _column_pointers(view, written, uses)
     if PAGES in uses:
-        after = "0" if policy.pages_after is None else f"kvdsl::count({view}.param(Number::page_after))"
+        after = f"kvdsl::count({view}.param(Number::page_after))" if step.pages_after else "0"
         lines.append(f"const kvdsl::Pages pages = {view}.pages(kvdsl::count({view}.param(Number::page)), {after});")
     return lines
 
@@ -358,32 +346,29 @@ def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str], *, al
     return fragment(f"const float {name} = {{}};", made)
 
 
-def _overflow(numbers: tuple[str, ...], *, measured: bool) -> str:
-    """The arguments of the call that says how many tokens must leave."""
-    if "capacity" not in numbers:
-        return ""
-    stated = [name for name in ("capacity", "trigger", "slack", "max_drop") if name in numbers]
-    found: dict[str, str] = {name: f"kvdsl::count(head.param(Number::{name}))" for name in stated}
+def _overflow(numbers: Mapping[str, int | None], *, measured: bool) -> str:
+    """The arguments of the call that says how many tokens must leave; those behind the first have defaults."""
+    found = {
+        name: f"kvdsl::count(head.param(Number::{name}))" if default is None else str(default)
+        for name, default in numbers.items()
+    }
     if measured:
         found["capacity"] = "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
-    if stated == ["capacity"]:
-        return found["capacity"]
-    defaults = {"trigger": "1", "slack": "0", "max_drop": "0"}
-    return ", ".join(found.get(name, default) for name, default in {"capacity": "", **defaults}.items())
+    alone = all(default is not None for name, default in numbers.items() if name != "capacity")
+    return found["capacity"] if alone else ", ".join(found.values())
 
 
-def _count(view: str, count: Expr | None, layers: LayerRange | Select | None, policy: Policy) -> CountPlan | None:
-    """A number of tokens that reads the data, in some layers; None where it reads none."""
+def _count(view: str, count: Expr | None, step: Step) -> Value | None:
+    """A number of tokens that reads the data; None where it reads none."""
     if count is None:
         return None
     alone = of_query_heads(count)
     before, hoisted = _hoist(view, _reduced(count), alone=alone)
-    low, high = (None, None) if layers is None else (layers.low, layers.high)
-    value = CountPrinter(view, hoisted, alone=alone).value(in_layers(count, low, high))
+    value = CountPrinter(view, hoisted, alone=alone).value(count)
     uses = uses_of(value, *before)
     rings = _ring_reductions(uses, 0)
-    lines = (*_first(view, policy, uses), *rings, *texts(before))
-    return CountPlan(lines, value.text, _needs_keys(uses), alone or _needs_keys(uses), len(rings))
+    lines = (*_first(view, step, uses), *rings, *texts(before))
+    return Value(lines, value.text, _needs_keys(uses), alone, len(rings))
 
 
 def _reduced(count: Expr) -> Iterator[Expr]:
@@ -399,48 +384,51 @@ def _reduced(count: Expr) -> Iterator[Expr]:
             yield from _reduced(child)
 
 
-def _settle_if_own(policy: Policy) -> _Settle:
-    """Nothing for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
-    if policy.when != "prefill":
-        return _settle(policy)
-    if policy.victims != "own" or policy.heads_share or policy.across_layers is not None:
-        return _NOBODY_LEAVES
+def _settle_if_own(step: Step) -> SettlePlan | None:
+    """None for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
+    if step.evict is None:
+        return None
+    if step.evict.decodes:
+        return _settle(step, step.evict)
+    if not step.evict.alone:
+        return None
     try:
-        found = _settle(policy)
+        found = _settle(step, step.evict)
     except NotLowerable:
-        return _NOBODY_LEAVES
-    return _NOBODY_LEAVES if found.reads_keys else found
+        return None
+    return None if found.reads_keys else found
 
 
-def _settle(policy: Policy) -> _Settle:
-    if policy.budget is None or policy.score is None:
-        return _NOBODY_LEAVES
-    tops = [keep for keep in policy.keeps if keep.scope == "top"]
-    conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    scores = {"score": policy.score} | {f"top_{n}": keep.by for n, keep in enumerate(tops, start=1) if keep.by is not None}
-    # A pool goes by what may not leave, so that it comes behind all else.
-    late = {} if not any(is_call(part, *POOLS) for part in walk(policy.score)) else {"score": scores.pop("score")}
-    prunes = [column for column in policy.columns if column.rule == "prune"]
-    before, hoisted = _hoist("head", [*scores.values(), *conditions, *(column.body for column in prunes)])
+def _settle(step: Step, evict: Eviction) -> SettlePlan:
+    first, *behind = step.rank
+    before, hoisted = _hoist("head", first.values)
     printer = SlotPrinter("head", hoisted)
-    values = {name: printer.value(expr) for name, expr in scores.items()}
-    protect = _protect(policy, printer)
-    pools, hoisted = _hoist("head", late.values(), hoisted)
-    last = [fragment("score[i] = {};", SlotPrinter("head", hoisted).value(expr)) for expr in late.values()]
-    last += [fragment(f"{column.name}[i] = {{}};", SlotPrinter("head", hoisted).value(column.body)) for column in prunes]
+    values = {name: printer.value(expr) for name, expr in first.rows.items()}
+    tops = iter(f"top_{n}" for n in range(1, 1 + len(step.protect.by("top"))))
+    protect = [_protect_line(keep, printer, next(tops) if keep.scope == "top" else "") for keep in step.protect.keeps]
+    last, pools = list[Fragment](), list[Fragment]()
+    for late in behind:
+        pools, hoisted = _hoist("head", late.values, hoisted)
+        printer = SlotPrinter("head", hoisted)
+        last += [fragment(f"{name}[i] = {{}};", printer.value(expr)) for name, expr in late.rows.items()]
+    last += [fragment(f"{column.name}[i] = {{}};", printer.value(column.body)) for column in evict.columns]
     uses = uses_of(*values.values(), *protect, *before, *pools, *last)
-    names = ["score", *(f"top_{n}" for n in range(1, len(tops) + 1))]
+    names = [name for one in (*behind, first) for name in one.rows]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
     rings = _ring_reductions(uses, len(names))
-    budget = _count("head", policy.measured, policy.layers, policy)
-    return _Settle(
-        before=(*_first("head", policy, uses, prunes), *rings, *texts(before), *pointers),
+    budget = _count("head", evict.budget, step)
+    return SettlePlan(
+        overflow=_overflow(evict.overflow, measured=budget is not None),
+        budget=budget,
+        before=(*_first("head", step, uses, evict.columns), *rings, *texts(before), *pointers),
         loop=tuple(f"{name}[i] = {value};" for name, value in values.items()),
         protect=(*texts(protect), *texts(pools)),
         last=texts(last),
-        budget=budget,
-        scratch=max(len(names) + len(rings), 0 if budget is None else budget.scratch),
+        ends_last=step.protect.ends_last,
         reads_keys=_needs_keys(uses) or (budget is not None and budget.reads_keys),
+        prefill_only=not evict.decodes,
+        hard_cap=evict.hard,
+        scratch=max(len(names) + len(rings), 0 if budget is None else budget.scratch),
     )
 
 
@@ -460,21 +448,13 @@ def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
     return lines
 
 
-def _protect(policy: Policy, printer: SlotPrinter) -> list[Fragment]:
-    lines, tops = [], 0
-    for keep in policy.keeps:
-        tops += keep.scope == "top"
-        lines.append(_protect_line(keep, printer, f"top_{tops}"))
-    return lines
-
-
 def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
         return fragment("head.protect_where({});", function_of(printer.truth(keep.by), SLOT))
     assert keep.count is not None
     if isinstance(keep.count, Number):
-        count = Fragment(str(min(int(keep.count.value), _INT_MAX)))
+        count = Fragment(str(whole(keep.count.value)))
     else:
         count = fragment("kvdsl::count({})", CountPrinter()(keep.count))
     by = f"{row}, " if keep.scope == "top" else ""
@@ -484,50 +464,36 @@ def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
 # -- select ------------------------------------------------------------------------------------------------------------
 
 
-def _select(policy: Policy) -> SelectPlan | None:
-    if policy.select is None:
+def _select(step: Step) -> SelectPlan | None:
+    select = step.select
+    if select is None:
         return None
-    by = form_of_select(policy.select.by)
-    if by == "page_mean" or (by == "page_bound" and not bounds_pages(policy)):
-        by = "expression"
-    vote, rest, names = policy.select.by, None, dict[Expr, str]()
-    votes = list(dict.fromkeys(part for part in walk(vote) if isinstance(part, Reduce) and part.axis is Axis.HEAD))
-    if len(votes) > 1:
+    if len(select.votes) > 1:
         raise NotLowerable("several reductions over heads")
-    for found in votes:
-        CAN.check(found.op, found.over)
-        names = {found: "voted"}
-        vote, rest = found.body, None if found == vote else vote
-    before, value, alone = ((), "", False) if by != "expression" else _expression(policy, vote, {})
-    voted_before, voted, voted_alone = ((), "", False) if rest is None else _expression(policy, rest, names)
-    if voted_alone:
+    for vote in select.votes:
+        CAN.check(vote.op, vote.over)
+    by = "expression" if select.votes or select.form == "page_mean" else select.form
+    named: dict[Expr, str] = {vote: "voted" for vote in select.votes}
+    voted = None if select.of_votes is None else _expression(step, select.of_votes, named)
+    if voted is not None and voted.alone:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
-    measured = policy.select.measured
-    if measured is not None and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(measured)):
+    if select.count and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(select.count)):
         raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before a sketch is found anew")
-    count = _count("row", measured, None, policy)
-    sketch_before, sketch_by = _sketch(policy)
-    places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(
         by=by,
-        expression_before=before,
-        expression=value,
-        alone=alone,
-        vote="".join(found.op for found in votes),
-        voted_before=voted_before,
+        expression=_expression(step, select.of_head, {}) if by == "expression" else None,
+        vote="".join(vote.op for vote in select.votes),
         voted=voted,
-        count=count,
-        always=texts(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
-        page=policy.pages is not None,
-        page_after=policy.pages_after is not None,
-        sketch=policy.sketch is not None,
-        sketch_before=sketch_before,
-        sketch_by=sketch_by,
+        count=_count("row", select.count, step),
+        always=texts(_protect_line(keep, SlotPrinter("head", {}), "") for keep in step.protect.ends),
+        page=select.paged,
+        page_after=step.pages_after,
+        sketch=None if step.sketch is None else _sketch(step.sketch),
     )
 
 
-def _expression(policy: Policy, by: Expr, names: Mapping[Expr, str]) -> tuple[tuple[str, ...], str, bool]:
-    """What a query ranks slots by: statements before the loop over them, the value, and whether both are of one query head.
+def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
+    """What a query ranks slots by.
 
     Args:
         names: of what the heads of the layer have found.
@@ -540,18 +506,16 @@ def _expression(policy: Policy, by: Expr, names: Mapping[Expr, str]) -> tuple[tu
     reductions, hoisted = _hoist("row", [by], names, alone=alone)
     printer = SlotPrinter("row", hoisted, alone=alone)
     body = printer.value(by) if alone else printer.body(by)
-    lines = (*_first("row", policy, uses_of(body, *reductions)), *texts(reductions))
-    return lines, body.text, alone
+    lines = (*_first("row", step, uses_of(body, *reductions)), *texts(reductions))
+    return Value(lines, body.text, alone=alone)
 
 
-def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
-    """What the dims rank by: statements before the loop over them, and the value."""
-    if policy.sketch is None:
-        return (), ""
-    if any(isinstance(part, ColumnRef) for part in walk(policy.sketch.by)):
+def _sketch(by: Expr) -> Value:
+    """What the dims rank by."""
+    if any(isinstance(part, ColumnRef) for part in walk(by)):
         raise NotLowerable("a sketch by what the caller gives")
-    before, hoisted = _hoist("row", [policy.sketch.by])
-    value = DimPrinter("row", hoisted).value(policy.sketch.by)
-    if reads(policy.sketch.by, "v"):
+    before, hoisted = _hoist("row", [by])
+    value = DimPrinter("row", hoisted).value(by)
+    if reads(by, "v"):
         raise NotLowerable("values over a sketch's dims")
-    return texts(before), over_group(value).text
+    return Value(texts(before), over_group(value).text)

@@ -26,8 +26,8 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
+    spelled,
 )
-from kvdsl.lower.spelling import spelled
 
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
@@ -157,7 +157,7 @@ class SlotPrinter(_CppPrinter):
         return Use("index", self.at)
 
     def number(self, value: float) -> Fragment:
-        return Fragment(_float(value))
+        return Fragment(literal(value))
 
     def column(self, name: str) -> Fragment:
         return Fragment(f"{name}[{self.at}]", uses=(Use("column", name), self.slot))
@@ -232,7 +232,7 @@ class SlotPrinter(_CppPrinter):
         )
         if expr.within == "page":
             return at
-        return fragment(f"({page} < 0 ? {_of_nothing(expr.op)} : {{}})", at)
+        return fragment(f"({page} < 0 ? {literal(REDUCTIONS[expr.op].of_nothing)} : {{}})", at)
 
     def _found_before(self, expr: Rank | Call) -> Fragment:
         return Fragment(f"{self.hoisted[expr]}[{self.at}]", uses=(self.slot,))
@@ -324,12 +324,8 @@ def ring_name(ref: Use) -> str:
     return f"{ref.op}_of_{ref.name}"
 
 
-def _of_nothing(op: str) -> str:
-    """What a reduction is of a page that is not there."""
-    return {0.0: "0.0f", math.inf: "INFINITY", -math.inf: "-INFINITY"}.get(REDUCTIONS[op].of_nothing, "NAN")
-
-
-def _float(value: float) -> str:
+def literal(value: float) -> str:
+    """A float32 literal."""
     if math.isinf(as_float32(value)):
         return "-INFINITY" if value < 0 else "INFINITY"
     if math.isnan(value):
@@ -340,6 +336,6 @@ def _float(value: float) -> str:
 
 def _double(value: float) -> str:
     if not math.isfinite(value):
-        return _float(value)
+        return literal(value)
     text = print_number(value)
     return f"{text}.0" if text.lstrip("-").isdigit() else text

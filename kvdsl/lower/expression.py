@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from kvdsl.ir.nodes import (
     Input,
     Number,
     Other,
-    Policy,
     Rank,
     Reduce,
     TensorRef,
@@ -32,6 +32,7 @@ from kvdsl.ir.visitors import children, walk
 T = TypeVar("T")
 
 ATOM = 100
+INT_MAX = 2**31 - 1
 
 OfAllSlots: TypeAlias = Reduce | Rank | Call
 """What is found of all slots at once: a reduction, a rank, or a pool."""
@@ -66,39 +67,6 @@ def dims_of(body: Expr) -> str:
 def is_vector(expr: Reduce) -> bool:
     """Whether a reduction over slots has a number for every dim."""
     return expr.axis is Axis.SLOT and dims_of(expr.body) != ""
-
-
-def form_of_select(by: Expr) -> str:
-    """The fast form of what a query ranks slots by, if it has one.
-
-    Returns:
-        `dot` of q and k, `sketch_dot` of the same over the sketch's dims, `page_bound` of what a key in the page could give at
-        most (Quest), `page_mean` of q and the mean of the page's keys, else `expression`.
-    """
-    if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
-        return "expression"
-    if _factors(by.body) == {Input(name="q"), Input(name="k")}:
-        return "dot" if by.within == "all" else "sketch_dot"
-    mean = Reduce(op="mean", axis=Axis.SLOT, body=Input(name="k"), within="page")
-    if by.within == "all" and _factors(by.body) == {Input(name="q"), mean}:
-        return "page_mean"
-    if by.within == "all" and is_call(by.body, "max") and len(by.body.args) == 2:
-        bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
-        if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
-            return "page_bound"
-    return "expression"
-
-
-def bounds_pages(policy: Policy) -> bool:
-    """Whether a query goes by the bounds of pages that kernels keep: of a policy that keeps all tokens, so that the one at position p is in
-    slot p.
-    """
-    select, apart = policy.select, policy.budget is None and policy.pages_after is None
-    return apart and select is not None and form_of_select(select.by) == "page_bound"
-
-
-def _factors(expr: Expr) -> set[Expr]:
-    return {*expr.args} if is_call(expr, "*") else set()
 
 
 def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
@@ -384,14 +352,9 @@ def _called(expr: OfAllSlots) -> str:
     return _name(expr)
 
 
-def in_layers(count: Expr, low: Expr | None, high: Expr | None) -> Expr:
-    """The count in the layers from `low` to `high`, ends included; in the others no end."""
-    layer = Input(name="layer")
-    ends = [call(op, layer, end) for op, end in (("<", low), (">", high)) if end is not None]
-    if not ends:
-        return count
-    outside = ends[0] if len(ends) == 1 else call("or", ends[0], ends[1])
-    return call("where", outside, Number(value=math.inf), count)
+def whole(count: float) -> int:
+    """A literal count of tokens: floored, and within what an int holds."""
+    return int(max(0, min(count // 1, INT_MAX)))
 
 
 def pair(extreme: Call) -> tuple[Expr, Expr]:
@@ -406,3 +369,22 @@ _LARGEST = (2 - 2.0**-23) * 2.0**127
 def as_float32(value: float) -> float:
     """The number, or the infinity that it is in float32: a literal that is too large would be an error there."""
     return value if abs(value) <= _LARGEST or math.isnan(value) else math.copysign(math.inf, value)
+
+
+_TAKEN = frozenset({"torch", "given", "Number", "Column", "Ring", "Tensor", "Given", "math_errhandling"})
+_NUMBERS = frozenset({"capacity", "trigger", "slack", "max_drop", "floor", "select", "page", "page_after"})
+_NUMBERS |= {"sketch_dims", "sketch_every", "prefill_block", "block", "chooser"}
+_SIZE = "size_"
+_LIKE_A_MACRO = re.compile(r"[A-Z][A-Z0-9_]+|[a-z]*_?errhandling|linux|unix|stdin|stdout|stderr")
+
+
+def spelled(name: str) -> str:
+    """The param's name in generated code; different names stay different."""
+    plain = name.rstrip("_")
+    taken = plain in _TAKEN | _NUMBERS or plain.startswith(_SIZE) or _LIKE_A_MACRO.fullmatch(plain)
+    return name + "_" if taken else name
+
+
+def size_of(ring: str) -> str:
+    """The name of the number that is a ring's size."""
+    return _SIZE + ring

@@ -6,15 +6,18 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvdsl.budget import offers_ratio
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
-from kvdsl.lower.expression import Fragment, fragment, names_of, reads, texts, uses_of
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.expression import Fragment, fragment, names_of, reads, size_of, spelled, texts, uses_of
 from kvdsl.lower.torch_expressions import NumberPrinter
+
+STAGES: Mapping[str, int] = MappingProxyType({"trigger": 1, "slack": 0, "max_drop": 0})
+"""The numbers that, with the capacity, say how many tokens must leave, and what they are where the table lacks them."""
 
 
 @dataclass(frozen=True)
@@ -308,9 +311,9 @@ def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:
 
 def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     """The numbers of lazy pruning that differ from their defaults."""
-    for name, default, made in (("trigger", 1, _some), ("slack", 0, _count), ("max_drop", 0, _some)):
+    for name, made in (("trigger", _some), ("slack", _count), ("max_drop", _some)):
         value: Expr = getattr(policy, name)
-        if value != Number(value=default) or (name == "slack" and policy.max_drop != Number(value=0)):
+        if value != Number(value=STAGES[name]) or (name == "slack" and policy.max_drop != Number(value=0)):
             yield name, made(value)
 
 

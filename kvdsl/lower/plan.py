@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
+from kvdsl.ir.nodes import Axis, Expr, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable, bounds_pages, reads, reads_vectors
+from kvdsl.lower.expression import NotLowerable, reads, reads_vectors, size_of, spelled
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
-from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
@@ -55,6 +54,20 @@ class GivenPlan:
 
 
 @dataclass(frozen=True)
+class Written:
+    """What the user wrote, in the language's own notation; empty where nothing was."""
+
+    keeps: tuple[str, ...]
+    budget: str
+    score: str
+    weigh: str
+    select: str
+    count: str
+    weight: str
+    sketch: str
+
+
+@dataclass(frozen=True)
 class PackagePlan:
     """What the generated package of one policy holds.
 
@@ -68,9 +81,9 @@ class PackagePlan:
         heads_differ: whether numbers differ between the KV heads of a layer; then the table has a row for each.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
-        cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
-            `triton_prompt`: None, too, where it observes nothing; `triton_words`: the sentences of both.
-        keeps_text, budget_text, count_text, score_text, select_text, weight_text, sketch_text: what the user wrote.
+        cpp, triton: None where the policy has no such form; triton_words: what the kernels say of themselves.
+        refusals: why it has none, by target, `cpu` or `triton`.
+        written: what the user wrote.
     """
 
     name: str
@@ -93,19 +106,10 @@ class PackagePlan:
     flags: tuple[tuple[str, str], ...]
     torch: TorchPlan
     cpp: CppPlan | None
-    cpp_refusal: str
     triton: TritonPlan | None
-    triton_refusal: str
-    triton_prompt: TritonPromptPlan | None
     triton_words: TritonWords | None
-    keeps_text: tuple[str, ...]
-    budget_text: str
-    count_text: str
-    score_text: str
-    weigh_text: str
-    select_text: str
-    weight_text: str
-    sketch_text: str
+    refusals: Mapping[str, str]
+    written: Written
 
 
 def make_plan(policy: Policy) -> PackagePlan:
@@ -117,11 +121,10 @@ def make_plan(policy: Policy) -> PackagePlan:
     policy = _tensors_in_order(fold(normal(policy)))
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
-    names = tuple(name for name, _ in numbers.numbers)
-    cpp, cpp_refusal = _lowered(cpp_plan, lowered, names)
-    triton, triton_refusal = _lowered(triton_plan, lowered, names)
-    torch = _torch(lowered)
-    prompt = None if triton is None else triton_prompt_plan(lowered, names)
+    step = step_of(lowered, numbers)
+    refusals: dict[str, str] = {}
+    cpp, triton = _lowered("cpu", cpp_plan, step, refusals), _lowered("triton", triton_plan, step, refusals)
+    torch = _torch(step)
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
@@ -141,23 +144,32 @@ def make_plan(policy: Policy) -> PackagePlan:
         ),
         bounded=policy.budget is not None,
         group=policy.group,
-        reads_attention=any(column.rule not in ("token", "prune") for column in lowered.columns),
-        flags=tuple(_flags(lowered, torch, numbers.heads_differ)),
+        reads_attention=bool(step.observe),
+        flags=tuple(_flags(lowered, step, torch)),
         torch=torch,
         cpp=cpp,
-        cpp_refusal=cpp_refusal,
         triton=triton,
-        triton_refusal=triton_refusal,
-        triton_prompt=prompt,
-        triton_words=None if triton is None else triton_words(triton, observes_prompts=prompt is not None),
-        keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
-        budget_text="" if policy.measured is None else print_expression(policy.measured),
-        count_text="" if policy.select is None else print_count(policy.select),
-        score_text="" if policy.score is None else print_expression(policy.score),
-        weigh_text=print_across_layers(policy.across_layers).strip(),
-        weight_text="" if policy.select is None or policy.select.weight is None else print_expression(policy.select.weight),
-        select_text="" if policy.select is None else print_expression(policy.select.by),
-        sketch_text="" if policy.sketch is None else print_expression(policy.sketch.by),
+        triton_words=None if triton is None else triton_words(triton),
+        refusals=refusals,
+        written=_written(policy),
+    )
+
+
+def _written(policy: Policy) -> Written:
+    select, sketch, shared = policy.select, policy.sketch, policy.across_layers
+
+    def printed(expr: Expr | None) -> str:
+        return "" if expr is None else print_expression(expr)
+
+    return Written(
+        keeps=tuple(print_keep(keep) for keep in policy.keeps),
+        budget=printed(policy.measured),
+        score=printed(policy.score),
+        weigh=print_across_layers(shared).strip(),
+        select="" if select is None else print_expression(select.by),
+        count="" if select is None else print_count(select),
+        weight="" if select is None else printed(select.weight),
+        sketch="" if sketch is None else print_expression(sketch.by),
     )
 
 
@@ -167,8 +179,8 @@ def _given(given: Given) -> GivenPlan:
     return GivenPlan(given.name, spelled(given.name), help + default)
 
 
-def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tuple[str, str]]:
-    rings = [f'("{column.name}", "{size_of(column.name)}"),' for column in policy.columns if column.rule == "ring"]
+def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, str]]:
+    rings = [f'("{name}", "{size_of(name)}"),' for name in step.rings]
     if rings:
         yield "rings", f"({' '.join(rings)})"
     if policy.given:
@@ -179,27 +191,28 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         value = getattr(policy, name)
         if value != default:
             yield name, json.dumps(value)
+    evict, select = step.evict, step.select
     holds = {
-        "across": policy.heads_share,
-        "heads_differ": heads_differ,
-        "overprotects": policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps),
-        "hard_cap": policy.cap == "hard",
-        "measures": policy.measured is not None,
-        "selects": policy.select is not None,
-        "heads_vote": policy.heads_vote,
-        "reuses": policy.reuses,
-        "counts": policy.select is not None and policy.select.measured is not None,
-        "weighs": policy.weighs,
-        "sketches": policy.sketch is not None,
-        "bounds_pages": bounds_pages(policy),
-        "compact": policy.positions == "compact",
+        "across": evict and evict.heads_share,
+        "heads_differ": step.heads_differ,
+        "overprotects": evict and step.protect.overprotects,
+        "hard_cap": evict and evict.hard,
+        "measures": evict and evict.budget,
+        "selects": select,
+        "heads_vote": select and select.votes,
+        "reuses": select and select.reuses,
+        "counts": select and select.count,
+        "weighs": select and select.weight,
+        "sketches": step.sketch,
+        "bounds_pages": select and not select.votes and select.form == "page_bound",
+        "compact": step.compact,
         "rotates": policy.rotates,
         "reads_text": policy.reads_text,
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
         "tensors_of_values": _tensors_of_values(policy),
     }
-    yield from ((name, "True") for name, true in holds.items() if true)
+    yield from ((name, "True") for name, stated in holds.items() if stated)
 
 
 def _tensors_in_order(policy: Policy) -> Policy:
@@ -220,23 +233,22 @@ def _tensors_of_values(policy: Policy) -> bool:
     )
 
 
-def _lowered(
-    plan: Callable[[Policy, tuple[str, ...]], Plan], policy: Policy, numbers: tuple[str, ...]
-) -> tuple[Plan | None, str]:
-    """What a target makes of the policy, or why it has no form there."""
+def _lowered(target: str, plan: Callable[[Step], Plan], step: Step, refusals: dict[str, str]) -> Plan | None:
+    """What a target makes of the step; where it has no form there, `refusals` gets why."""
     try:
-        return plan(policy, numbers), ""
+        return plan(step)
     except NotLowerable as refusal:
-        return None, str(refusal)
+        refusals[target] = str(refusal)
+        return None
 
 
-def _torch(policy: Policy) -> TorchPlan:
+def _torch(step: Step) -> TorchPlan:
     """What torch makes of it, which serves the prompts of every backend.
 
     Raises:
         KvdslError: if it has no code for something that was accepted.
     """
     try:
-        return torch_plan(policy)
+        return torch_plan(step)
     except NotLowerable as refusal:
         raise KvdslError(f"no backend has code for {refusal}") from refusal

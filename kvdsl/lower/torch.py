@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Policy, Reduce, Select
+from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce
 from kvdsl.ir.ops import FIXED
 from kvdsl.ir.visitors import of_query_heads, walk
 from kvdsl.lower.expression import Fragment, fragment, names_of, texts, uses_of
 from kvdsl.lower.sharing import shared
+from kvdsl.lower.step import Step, for_target, in_layers
 from kvdsl.lower.torch_expressions import CAN, TORCH, VECTORS, CountPrinter, NumberPrinter, TensorPrinter, TokenPrinter
-from kvdsl.passes.parts import in_parts
 
 
 @dataclass(frozen=True)
@@ -42,53 +42,47 @@ class TorchPlan:
     sketch: tuple[str, ...]
 
 
-def torch_plan(policy: Policy) -> TorchPlan:
-    """The torch of a policy whose state columns are known.
+def torch_plan(step: Step) -> TorchPlan:
+    """The torch of a policy.
 
     Raises:
         NotLowerable: if there is none.
     """
-    policy = in_parts(policy, CAN.knows)
-    CAN.check_columns(policy.columns)
+    step = for_target(step, CAN, {})
     row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TokenPrinter()
-    folded = [column for column in policy.columns if column.rule not in ("token", "fold", "prune")]
-    place = [fragment(f'new.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
-    observe = [_observed(column, row) for column in folded]
-    fold, prune = _named(policy, "fold", row), _named(policy, "prune", slots)
-    protect = [_torch_keep(keep, slots, policy.ends_last) for keep in policy.keeps]
-    score = [] if policy.score is None else _score(policy.score)
-    budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
-    by = None if policy.across_layers is None else policy.across_layers.by
-    weigh = [] if by is None else [fragment("return {}", slots.value(by))]
-    select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
-    count = [] if policy.select is None or policy.select.measured is None else [fragment("return {}", _count(policy.select))]
-    weighed = None if policy.select is None else policy.select.weight
-    weight = [] if weighed is None else [fragment("return {}", row.body(weighed))]
-    dims = TensorPrinter("row", dims=True)
-    sketch = [] if policy.sketch is None else [fragment("return {}", dims.body(policy.sketch.by))]
-    evicts, selects = policy.budget is not None, policy.select is not None
+    evict, select = step.evict, step.select
+    bodies = {
+        "place": [fragment(f'new.put("{c.name}", {{}})', new.value(c.body)) for c in step.place],
+        "observe": [_observed(column, row) for column in step.observe if column.rule != "fold"],
+        "fold": _named(step.ruled("fold"), row),
+        "prune": _named(step.ruled("prune"), slots),
+        "protect": [_torch_keep(keep, slots, step.protect.ends_last) for keep in step.protect.keeps],
+        "budget": [] if evict is None or evict.budget is None else _returned(_budget(evict.budget, evict.by)),
+        "score": [] if evict is None else _score(evict.score),
+        "weigh": [] if step.share is None else _returned(slots.value(step.share)),
+        "count": [] if select is None or select.count is None else _returned(_count(select.count, select.layers)),
+        "select": [] if select is None else _returned(row.body(select.by)),
+        "weight": [] if select is None or select.weight is None else _returned(row.body(select.weight)),
+        "sketch": [] if step.sketch is None else _returned(TensorPrinter("row", dims=True).body(step.sketch)),
+    }
     attended = "what is attended to"
-    evicted = f"what is remembered of every query, {f'who leaves, and {attended}' if selects else 'and who leaves'}"
+    evicted = f"what is remembered of every query, {f'who leaves, and {attended}' if select else 'and who leaves'}"
     return TorchPlan(
-        summary=evicted if evicts or not selects else attended,
-        protected="What may not leave." if evicts else "What is always attended to.",
-        uses_torch=TORCH
-        in uses_of(*place, *observe, *fold, *prune, *protect, *budget, *score, *weigh, *count, *select, *weight, *sketch),
-        vectors=VECTORS in uses_of(*observe, *fold),
-        observe=_function("row", observe),
-        fold=_returned("row", fold),
-        prune=_returned("slots", prune),
-        place=texts(place),
-        protects=evicts or selects,
-        protect=_function("slots", protect),
-        budget=_function("slots", budget),
-        score=_function("slots", score),
-        count=_function("row", count),
-        weigh=_function("slots", weigh),
-        select=_function("row", select),
-        weight=_function("row", weight),
-        sketch=_function("row", sketch),
+        summary=evicted if evict or not select else attended,
+        protected="What may not leave." if evict else "What is always attended to.",
+        uses_torch=TORCH in uses_of(*(line for lines in bodies.values() for line in lines)),
+        vectors=VECTORS in uses_of(*bodies["observe"], *bodies["fold"]),
+        protects=evict is not None or select is not None,
+        **{name: _function(_VIEWS.get(name, "slots"), lines) for name, lines in bodies.items()},
     )
+
+
+_VIEWS = {"place": "new", **dict.fromkeys(("observe", "fold", "count", "select", "weight", "sketch"), "row")}
+"""What functions read, where these are not the slots that are held."""
+
+
+def _returned(value: Fragment) -> list[Fragment]:
+    return [fragment("return {}", value)]
 
 
 def _function(view: str, lines: list[Fragment]) -> tuple[str, ...]:
@@ -109,34 +103,16 @@ def _score(score: Expr) -> list[Fragment]:
     return [*lines, fragment("return {}", TensorPrinter("slots", names=names).body(score))]
 
 
-def _budget(policy: Policy) -> Fragment:
-    """What a budget that reads the data is, in the layers where the policy evicts; elsewhere it keeps everything."""
-    assert policy.measured is not None
-    made = CountPrinter("slots", agreed=policy.victims == "heads").value(policy.measured)
-    return _in_layers("slots", made, policy.layers)
+def _budget(budget: Expr, by: str) -> Fragment:
+    return CountPrinter("slots", agreed=by == "heads").value(budget)
 
 
-def _count(select: Select) -> Fragment:
+def _count(count: Expr, layers: LayerRange) -> Fragment:
     """How many tokens a query selects; per query head where that reads q, then reduced over the group, unless each selects for itself."""
-    assert select.measured is not None
-    made = CountPrinter("row", grouped=of_query_heads(select.measured)).value(select.measured)
-    if of_query_heads(select.measured):
-        made = fragment("row.over_group({})", made)
-    return _in_layers("row", made, select)
-
-
-def _in_layers(view: str, count: Fragment, layers: LayerRange | Select | None) -> Fragment:
-    numbers = CountPrinter(view)
-    ends = (
-        {}
-        if layers is None
-        else {name: end for name, end in (("low", layers.low), ("high", layers.high)) if end is not None}
-    )
-    if not ends:
-        return count
-    return fragment(
-        f"{view}.in_layers({{}}, {', '.join(f'{name}={{}}' for name in ends)})", count, *map(numbers, ends.values())
-    )
+    bounded = in_layers(count, layers)
+    assert bounded is not None
+    made = CountPrinter("row", grouped=of_query_heads(count)).value(bounded)
+    return fragment("row.over_group({})", made) if of_query_heads(count) else made
 
 
 def _observed(column: Column, row: TensorPrinter) -> Fragment:
@@ -145,16 +121,10 @@ def _observed(column: Column, row: TensorPrinter) -> Fragment:
     return fragment(f'columns.{column.rule}("{column.name}", {{}}{more})', row.body(column.body), *decay)
 
 
-def _named(policy: Policy, rule: str, view: TensorPrinter) -> list[Fragment]:
-    """What the columns of a rule become, by their names."""
-    return [fragment(f'"{c.name}": {{}}', view.body(c.body)) for c in policy.columns if c.rule == rule]
-
-
-def _returned(view: str, named: list[Fragment]) -> tuple[str, ...]:
-    """The body of a function that gives the new values of columns, of which none is changed before all are known."""
-    if not named:
-        return ()
-    return _function(view, [Fragment("return {"), *(fragment("    {},", line) for line in named), Fragment("}")])
+def _named(columns: tuple[Column, ...], view: TensorPrinter) -> list[Fragment]:
+    """What columns become, of which none is changed before all are known."""
+    new = [fragment(f'    "{column.name}": {{}},', view.body(column.body)) for column in columns]
+    return [Fragment("return {"), *new, Fragment("}")] if new else []
 
 
 _IN_KERNEL = NumberPrinter(

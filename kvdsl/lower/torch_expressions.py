@@ -28,8 +28,8 @@ from kvdsl.lower.expression import (
     fragment,
     of_slot_and_other,
     pair,
+    spelled,
 )
-from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -118,9 +118,6 @@ class NumberPrinter(_TorchPrinter):
         self._param = param
         self._tensor = tensor
         self.inputs = inputs
-
-    def number(self, value: float) -> Fragment:
-        return Fragment(print_number(value))
 
     def _input(self, expr: Input) -> Fragment:
         return Fragment(self.inputs[expr.name])

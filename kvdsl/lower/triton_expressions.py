@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,10 +29,12 @@ from kvdsl.lower.expression import (
     fragment,
     is_vector,
     names_of,
+    size_of,
+    spelled,
     texts,
     uses_of,
 )
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.step import Step
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -44,6 +47,7 @@ CAN = Target(
         "slots": ("sum", "mean", "max", "min"),
         "dims": ("sum", "mean", "var", "std", "max", "min"),
         "others": ("sum", "mean", "max", "min"),
+        "heads": ("sum", "mean", "max", "min"),
     },
 )
 """What Triton reduces, `over others` in a settle alone; `ops.py` of `kvdsl/runtime/gpu` has it."""
@@ -257,6 +261,24 @@ def _is_float32(value: float) -> bool:
         return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
     except OverflowError:
         return False
+
+
+def numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """The numbers that are used, and the place of each in the table."""
+    used = names_of(uses, "number")
+    return tuple((name, n) for n, name in enumerate(numbers) if name in used)
+
+
+def tensors_in(uses: Iterable[Use], kind: str, step: Step) -> tuple[tuple[str, int], ...]:
+    """The tensors that are used as `constant` or `vector`: how kernels call them, and the place of each among the policy's."""
+    used = names_of(uses, kind)
+    return tuple((spelled(tensor.name), n) for n, tensor in enumerate(step.tensors) if tensor.name in used)
+
+
+def column_rows(step: Step) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+    """The columns of one number and the row of each in the table, and the rings and the place of each among the rings."""
+    singles, rings = (tuple((name, n) for n, name in enumerate(names)) for names in (step.singles, step.rings))
+    return singles, rings
 
 
 # -- statements --------------------------------------------------------------------------------------------------------

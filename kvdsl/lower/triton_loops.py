@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Policy, Reduce, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Reduce, is_call
 from kvdsl.ir.ops import POOLS
 from kvdsl.lower.expression import (
     Fragment,
@@ -23,7 +23,9 @@ from kvdsl.lower.expression import (
     missing,
     names_of,
     uses_of,
+    whole,
 )
+from kvdsl.lower.step import START, Step
 from kvdsl.lower.triton_expressions import (
     CAN,
     OF_VECTORS,
@@ -41,11 +43,8 @@ from kvdsl.lower.triton_pairs import POSITION, over_others
 
 PAGE = "page"
 """What slots have by themselves like a column: the number of their page."""
-INT_MAX = 2**31 - 1
 BARRIER = Fragment("tl.debug_barrier()")
 
-INITIAL = {"max": 'float("-inf")', "min": 'float("inf")', **dict.fromkeys(("fold", "prune"), 'float("nan")')}
-"""What a fold begins with, where that is not 0."""
 EXTREMES = {"max": "maximum", "min": "minimum"}
 """Of two numbers, in `ops.py`."""
 _FOLDS = {"max": "ops.largest", "min": "ops.least"}
@@ -58,7 +57,7 @@ Rows = Mapping[str, int]
 """Rows of `work` that hold a number for every slot, by its name."""
 
 
-def values_of(policy: Policy, slots: str, uses: Iterable[Use], rows: Rows | None = None) -> list[Fragment]:
+def values_of(step: Step, slots: str, uses: Iterable[Use], rows: Rows | None = None) -> list[Fragment]:
     """Statements that give a block's values the names that expressions read. Keys and values have theirs already.
 
     Args:
@@ -70,16 +69,16 @@ def values_of(policy: Policy, slots: str, uses: Iterable[Use], rows: Rows | None
         raise NotLowerable(OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
-        *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
+        *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(step).items() if name in inputs),
         *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in columns if name != PAGE),
-        *([_page(policy)] if PAGE in columns else []),
+        *([_page(step)] if PAGE in columns else []),
         *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
         *(_from_work(name, rows or {}) for name in names_of(uses, "row")),
     ]
 
 
-def _page(policy: Policy) -> Fragment:
-    after = Fragment("0") if policy.pages_after is None else fragment("ops.count({})", number("page_after"))
+def _page(step: Step) -> Fragment:
+    after = fragment("ops.count({})", number("page_after")) if step.pages_after else Fragment("0")
     return fragment(f"{PAGE} = ops.page_of(pos, ops.count({{}}), {{}})", number("page"), after)
 
 
@@ -87,13 +86,13 @@ def _from_work(name: str, rows: Rows) -> Fragment:
     return Fragment(f"{name} = tl.load(work + {row_at(rows[name])}i, mask=inside, other=0.0)")
 
 
-def _from_queries(policy: Policy) -> dict[str, Fragment]:
+def _from_queries(step: Step) -> dict[str, Fragment]:
     """The inputs that a block computes, by name."""
-    attn = f'ops.attn(logits, base, above, i, slots, G, G_PAD, "{policy.group}")'
-    attn = attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
+    attn = f'ops.attn(logits, base, above, i, slots, G, G_PAD, "{step.group}")'
+    attn = attn if step.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
     return {
         "attn": Fragment(attn),
-        "logit": Fragment(f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")'),
+        "logit": Fragment(f'ops.logit(logits, i, slots, G, G_PAD, "{step.group}")'),
         "observed": Fragment("ops.observed(pos, now, window)", uses=(_WINDOW,)),
     }
 
@@ -104,7 +103,7 @@ def _ring_value(use: Use) -> Fragment:
 
 
 def hoisted_loops(
-    policy: Policy,
+    step: Step,
     slots: str,
     exprs: list[Expr],
     rows: dict[str, int] | None = None,
@@ -121,7 +120,7 @@ def hoisted_loops(
     def loops(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> list[Pass] | None:
         if is_call(expr, *POOLS):
             assert rows is not None, "only a score pools"
-            return [_pool(policy, expr, name, names, rows)]
+            return [_pool(step, expr, name, names, rows)]
         if not isinstance(expr, Reduce):
             raise NotLowerable(missing(expr))
         if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
@@ -129,20 +128,20 @@ def hoisted_loops(
         CAN.check(expr.op, expr.over)
         if expr.axis is Axis.OTHER:
             assert rows is not None, "slots are compared in a settle alone"
-            return _over_others(policy, expr, name, names, held, rows)
+            return _over_others(step, expr, name, names, held, rows)
         if expr.axis is Axis.DIM:
             assert rows is not None
-            return None if Axis.OTHER in axes_of(expr) else [_over_dims(policy, slots, expr, name, names, rows)]
+            return None if Axis.OTHER in axes_of(expr) else [_over_dims(step, slots, expr, name, names, rows)]
         printer = TilePrinter(names) if is_vector(expr) else BlockPrinter(names)
         body = printer.value(expr.body)
-        return [_reduction(name, expr, body, slots, values_of(policy, slots, body.uses, rows))]
+        return [_reduction(name, expr, body, slots, values_of(step, slots, body.uses, rows))]
 
     found, names = hoist(exprs, loops, known)
     return [one for several in found for one in several], names
 
 
 def _over_others(
-    policy: Policy, expr: Reduce, name: str, names: dict[Expr, str], held: dict[Expr, str], rows: dict[str, int]
+    step: Step, expr: Reduce, name: str, names: dict[Expr, str], held: dict[Expr, str], rows: dict[str, int]
 ) -> list[Pass]:
     """The loop that leaves what is compared in rows of `work`, as far as it is not there, and the one that compares it.
 
@@ -163,19 +162,19 @@ def _over_others(
     pairs = over_others(expr, names, row, lambda called: row_at(rows[called]))
     rows[name] = len(rows)
     compared = replace(pairs, behind=(*pairs.behind, _left(name, Fragment("compared"), rows)), after=(BARRIER,))
-    return [*([Pass((), (*values_of(policy, "", uses_of(*new), rows), *new), (BARRIER,))] if new else []), compared]
+    return [*([Pass((), (*values_of(step, "", uses_of(*new), rows), *new), (BARRIER,))] if new else []), compared]
 
 
-def _pool(policy: Policy, expr: Call, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
+def _pool(step: Step, expr: Call, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
     """The loop that leaves what is pooled in a row of `work`, and the call that pools it there."""
     x, places_wide = expr.args
     body = BlockPrinter(names).value(x)
-    values = values_of(policy, "", body.uses, rows)
+    values = values_of(step, "", body.uses, rows)
     first = len(rows)
     rows |= {of: first + n for n, of in enumerate((name, f"places_of_{name}", f"order_of_{name}"))}
     at, places, order = (f"work + {first + n} * slots" for n in range(3))
     if isinstance(places_wide, Number):
-        size = Fragment(str(max(1, min(int(places_wide.value), INT_MAX))))
+        size = Fragment(str(max(1, whole(places_wide.value))))
     else:
         size = fragment("ops.count(ops.at_least_one({}))", CountPrinter().value(places_wide))
     mean = expr.op == "mean_pool"
@@ -188,13 +187,13 @@ def _left(name: str, value: Fragment, rows: Rows) -> Fragment:
     return fragment(f"tl.store(work + {row_at(rows[name])}i, {{}}, mask=inside)", value)
 
 
-def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
+def _over_dims(step: Step, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
     """What finds a reduction over dims: a loop that leaves it in a row of `work`, or one statement, if slots have it in common."""
     there = dims_there(expr.body)
     if not of_every_slot(expr):
         return Pass((fragment(f"{name} = ops.{expr.op}_over({{}}, {there}, 0)", BlockPrinter(names).value(expr.body)),), ())
     body = TilePrinter(names).value(expr.body)
-    values = values_of(policy, slots, body.uses, rows)
+    values = values_of(step, slots, body.uses, rows)
     rows[name] = len(rows)
     found = fragment(f"{name} = ops.{expr.op}_over({{}}, ({there})[None, :], 1)", body)
     return Pass((), (*values, found, _left(name, Fragment(name), rows)), (BARRIER,))
@@ -202,7 +201,7 @@ def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[
 
 def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
     """The loop of one reduction over slots, of numbers or, dim by dim, of vectors."""
-    zero, start, seen = "0.0", INITIAL.get(expr.op, ""), slots
+    zero, start, seen = "0.0", BlockPrinter({}).number(START.get(expr.op, 0.0)).text, slots
     if is_vector(expr):
         size = "E_PAD" if dims_of(expr.body) == "v" else "D_PAD"
         zero, start, seen = f"tl.zeros([{size}], tl.float32)", f"tl.full([{size}], {start}, tl.float32)", f"{slots}[:, None]"

@@ -11,12 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
-from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, uses_of
-from kvdsl.lower.spelling import size_of
-from kvdsl.lower.triton import tensors_in
-from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
-from kvdsl.passes.parts import in_parts
+from kvdsl.ir.nodes import Axis, Column, Expr, Reduce
+from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, size_of, uses_of
+from kvdsl.lower.step import Step
+from kvdsl.lower.triton_expressions import (
+    CAN,
+    BlockPrinter,
+    CountPrinter,
+    Loop,
+    Pass,
+    column_rows,
+    number,
+    numbers_in,
+    tensors_in,
+)
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}
 _COUNTED = Use("helper", "count")
@@ -59,46 +67,38 @@ class TritonPromptPlan:
     reductions: tuple[str, ...]
 
 
-def triton_prompt_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPromptPlan | None:
-    """The Triton of a prompt, for a policy that `triton_plan` takes; None if it observes nothing, or torch does: a fold goes on query by
+def triton_prompt_plan(step: Step) -> TritonPromptPlan | None:
+    """The Triton of a prompt, as `triton_plan` has it; None if it observes nothing, or torch does: a fold goes on query by
     query, and here many are folded at once.
-
-    Args:
-        numbers: names of the numbers in the table, in order.
     """
-    policy = in_parts(policy, CAN.knows)
-    folded = [column for column in policy.columns if column.rule not in ("token", "prune")]
-    if not folded or any(column.rule == "fold" for column in folded):
+    if not step.observe or step.ruled("fold"):
         return None
-    loops, hoisted = _over_slots(policy, [column.body for column in folded])
-    over_slots = _kernel(policy, numbers, loops, []) if loops else None
-    names = tuple(hoisted.values())
-    return TritonPromptPlan(_kernel(policy, numbers, [_observe(policy, folded, hoisted)], folded), over_slots, names)
+    loops, hoisted = _over_slots(step, [column.body for column in step.observe])
+    over_slots = _kernel(step, loops, ()) if loops else None
+    return TritonPromptPlan(_kernel(step, [_observe(step, hoisted)], step.observe), over_slots, tuple(hoisted.values()))
 
 
-def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Pass], written: list[Column]) -> PromptKernel:
+def _kernel(step: Step, loops: list[Pass], written: tuple[Column, ...]) -> PromptKernel:
     uses = uses_of(*(Fragment("", uses=loop.uses) for loop in loops))
     inputs, read, used = (names_of(uses, kind) for kind in ("input", "column", "number"))
-    touched = [column for column in policy.columns if column in written or column.name in read]
-    singles = [column.name for column in policy.columns if column.rule != "ring"]
-    rings = [column.name for column in policy.columns if column.rule == "ring"]
-    constants = tensors_in(uses, "constant", policy)
+    touched = {column.name for column in written} | {*read}
+    columns, rings = (tuple(row for row in rows if row[0] in touched) for rows in column_rows(step))
+    constants = tensors_in(uses, "constant", step)
     args = {
         "lse": "attn" in inputs,
-        "columns": bool(touched),
-        "ring_rows": any(column.rule == "ring" for column in touched),
+        "columns": bool(columns or rings),
+        "ring_rows": bool(rings),
         "numbers": bool(used),
         "constants": bool(constants),
         "live_slots": "live" in inputs,
         "seed": "random_key" in names_of(uses, "helper"),
     }
-    names = {column.name for column in touched}
     return PromptKernel(
         args=tuple(name for name, wanted in args.items() if wanted),
-        numbers=tuple((name, n) for n, name in enumerate(numbers) if name in used),
+        numbers=numbers_in(uses, step.numbers),
         constants=constants,
-        columns=tuple((name, n) for n, name in enumerate(singles) if name in names),
-        rings=tuple((name, n) for n, name in enumerate(rings) if name in names),
+        columns=columns,
+        rings=rings,
         loops=tuple(loop.printed() for loop in loops),
     )
 
@@ -106,17 +106,17 @@ def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Pass], written
 # -- a block of slots, and the queries that see them -------------------------------------------------------------------
 
 
-def _observe(policy: Policy, folded: list[Column], hoisted: dict[Expr, str]) -> Pass:
+def _observe(step: Step, hoisted: dict[Expr, str]) -> Pass:
     printer = BlockPrinter(hoisted)
     found = [
         Fragment(f"{name} = tl.load(reduced + {_row(n)}t, mask=asked, other=0.0)[None, :]")
         for n, name in enumerate(hoisted.values())
     ]
-    before, body, after = zip(*(_fold(column, printer) for column in folded), strict=True)
+    before, body, after = zip(*(_fold(column, printer) for column in step.observe), strict=True)
     uses = uses_of(*body)
     return Pass(
-        before=(*_of_tokens(policy, uses), *(line for line in before if line.text)),
-        body=(*_from_queries(policy, uses), *found, *body),
+        before=(*_of_tokens(step, uses), *(line for line in before if line.text)),
+        body=(*_from_queries(step, uses), *found, *body),
         after=tuple(line for line in after if line.text),
     )
 
@@ -157,14 +157,14 @@ def _row(n: int) -> str:
     return {0: "", 1: "reduced_stride + "}.get(n, f"{n} * reduced_stride + ")
 
 
-def _from_queries(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
+def _from_queries(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
     """Statements that give a tile's values the names that expressions read."""
     inputs = names_of(uses, "input")
     attn, logit = "attn" in inputs, "logit" in inputs
     if attn or logit:
         yield Fragment(
             f"attn, logit = observing.weights(query, {'lse' if attn else None}, k, t, asked, tokens, scaling, softcap, "
-            f'query_head, query_token, ATTN={attn}, LOGIT={logit}, HOW="{policy.group}", G=G, D=D, CAPPED=CAPPED)'
+            f'query_head, query_token, ATTN={attn}, LOGIT={logit}, HOW="{step.group}", G=G, D=D, CAPPED=CAPPED)'
         )
     if "observed" in inputs:
         yield Fragment("observed = ops.observed(pos, now, window)")
@@ -172,18 +172,18 @@ def _from_queries(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
         yield Fragment("live = tl.load(live_slots + t, mask=asked, other=0)[None, :]")
 
 
-def _of_tokens(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
+def _of_tokens(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
     """Statements that load what tokens have by themselves."""
     read = names_of(uses, "column")
-    for column in policy.columns:
-        if column.rule == "token" and column.name in read:
+    for column in step.place:
+        if column.name in read:
             yield Fragment(f"{column.name} = tl.load({column.name}_at + i, mask=inside, other=0.0)")
 
 
 # -- a block of queries, and the slots that they see -------------------------------------------------------------------
 
 
-def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
+def _over_slots(step: Step, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
 
     def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
@@ -191,7 +191,7 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict
             return None
         CAN.check(expr.op, expr.over)
         body = BlockPrinter(names).value(expr.body)
-        return _reduction(name, expr.op, body, (*_of_tokens(policy, body.uses), *_from_queries(policy, body.uses)))
+        return _reduction(name, expr.op, body, (*_of_tokens(step, body.uses), *_from_queries(step, body.uses)))
 
     loops, names = hoist(exprs, loop)
     if any(_COUNTED in loop.uses for loop in loops):

@@ -31,7 +31,7 @@ class TritonWords:
     taken: str
 
 
-def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
+def triton_words(plan: TritonPlan) -> TritonWords:
     """The sentences for a plan."""
     choosing = plan.select
     pages = choosing is not None and choosing.paged
@@ -43,21 +43,21 @@ def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
             else "the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`."
         ),
         legend=tuple(_legend(plan)),
-        modules=tuple(_modules(plan, observes_prompts)),
-        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settles else ''}; the grid is (PIECES + 1, H, B).",
+        modules=tuple(_modules(plan)),
+        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settle else ''}; the grid is (PIECES + 1, H, B).",
         looked_at="pages" if pages else "slots",
         graded="pages" if pages else "slots and, behind them, of the new token",
         taken="for `settle`" if choosing is not None and choosing.observed else "if anybody asked",
     )
 
 
-def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
+def _modules(plan: TritonPlan) -> Iterator[str]:
     protects = plan.select is not None and bool(plan.select.protect)
     wanted = {
-        "evicting": plan.settles or plan.hard_cap or protects,
+        "evicting": plan.settle is not None or protects,
         "layout": True,
-        "neighbours": plan.pools,
-        "observing": observes_prompts,
+        "neighbours": plan.settle is not None and plan.settle.pools,
+        "observing": plan.prompt is not None,
         "ops": True,
         "rotate": plan.compact,
         "select": plan.select is not None,
@@ -108,13 +108,13 @@ def _settles(plan: TritonPlan) -> Iterator[str]:
     name = "`settle`: one" if plan.agrees or plan.hard_cap else "`settle`, the last: one" if plan.select else "One"
     yield f"{name} program combines what `attend` found for one KV head of one row. Beside it"
     frees = "ranks the slots where some must leave" if plan.agrees else "frees the slots of those that must leave"
-    if not plan.spreads or not (plan.observe or plan.settles):
+    if not plan.spreads or not (plan.observe or plan.settle):
         does = ["puts the new token into a free slot"]
         does += ["lets its query be observed"] if plan.observe else []
-        does += [frees] if plan.settles else []
+        does += [frees] if plan.settle else []
         yield f"another {', '.join(does[:-1])}{', and ' if does[1:] else ''}{does[-1]}."
         return
     does = ["the one that has the first free slot puts the new token there"]
     does += ["each lets the query be observed"] if plan.observe else []
-    does += [f"{'each' if plan.agrees else 'the last to arrive'} {frees}"] if plan.settles else []
+    does += [f"{'each' if plan.agrees else 'the last to arrive'} {frees}"] if plan.settle else []
     yield f"PIECES others share its slots: {', '.join(does[:-1])}, and {does[-1]}."

@@ -1,12 +1,19 @@
-"""What is wrong with a text, as editors show it."""
+"""What is wrong with a text, as editors show it, and the edits that mend it and lay it out."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from itertools import accumulate
+from pathlib import Path
 
 from lsprotocol import types as lsp
 
 from kvdsl.codes import CODES
-from kvdsl.diagnostics import Diagnostic
-from kvdsl.lsp.document import Document
+from kvdsl.diagnostics import Diagnostic, Sink, mends
+from kvdsl.lsp.document import Document, read_document
+from kvdsl.sema.modules import NO_TEXTS
+from kvdsl.syntax.formatter import format_source
 
 _SEVERITIES = {"error": lsp.DiagnosticSeverity.Error, "warning": lsp.DiagnosticSeverity.Warning}
 
@@ -48,3 +55,51 @@ def _range(document: Document, found: Diagnostic, here: bool) -> lsp.Range:
             return document.positions.of(statement.span)
     imports = document.module.syntax.imports
     return document.positions.of(imports[0].span) if imports else document.positions.range(0, 0)
+
+
+def fixes(document: Document, range: lsp.Range, texts: Mapping[Path, str] = NO_TEXTS) -> list[lsp.CodeAction]:
+    """What mends the findings in a range, the surest first."""
+    start, end = document.offset(range.start), document.offset(range.end)
+    found = [one for one in document.diagnostics if one.span.file is document.source]
+    return [
+        action
+        for one in found
+        if one.span.start <= end and start <= one.span.end
+        for action in _actions(document, one, texts)
+    ]
+
+
+def _actions(document: Document, found: Diagnostic, texts: Mapping[Path, str]) -> Iterator[lsp.CodeAction]:
+    for fix in found.fixes:
+        if fix.span.file is not document.source:
+            continue
+        after = read_document(document.uri, fix.applied(), document.positions.encoding, texts)
+        if mends(found, fix, document.diagnostics, after.diagnostics):
+            change = lsp.TextEdit(document.positions.of(fix.span), fix.text)
+            yield lsp.CodeAction(
+                fix.title,
+                kind=lsp.CodeActionKind.QuickFix,
+                diagnostics=[shown(document, found)],
+                edit=lsp.WorkspaceEdit(changes={document.uri: [change]}),
+                is_preferred=fix is found.fixes[0],
+            )
+
+
+def formatting(document: Document) -> list[lsp.TextEdit]:
+    """What `kvdsl fmt` would change; nothing where there are syntax errors."""
+    after = format_source(document.source, Sink())
+    if after is None:
+        return []
+    old, new = _lines(document.text), _lines(after)
+    starts = [0, *accumulate(map(len, old))]
+    edits = []
+    for kind, i, j, *added in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            edits.append(lsp.TextEdit(document.positions.range(starts[i], starts[j]), "".join(new[slice(*added)])))
+    return edits
+
+
+def _lines(text: str) -> list[str]:
+    """With their ends; `str.splitlines` knows other ends than the language does."""
+    *lines, last = text.split("\n")
+    return [*(f"{line}\n" for line in lines), *([last] if last else [])]

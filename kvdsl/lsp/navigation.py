@@ -9,10 +9,10 @@ from pathlib import Path
 from lsprotocol import types as lsp
 
 from kvdsl.errors import KvdslError
+from kvdsl.files import resource
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.names import Name, same_place
-from kvdsl.resources import resource
 from kvdsl.sema.modules import NO_TEXTS
 from kvdsl.sema.names import problem
 from kvdsl.source import Span

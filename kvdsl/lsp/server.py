@@ -14,12 +14,10 @@ from pygls.lsp.server import LanguageServer
 from kvdsl.abi import VERSION
 from kvdsl.lsp import navigation
 from kvdsl.lsp.completion import completion
-from kvdsl.lsp.diagnostics import diagnostics
+from kvdsl.lsp.diagnostics import diagnostics, fixes, formatting
 from kvdsl.lsp.document import Document, path_of
-from kvdsl.lsp.fixes import fixes
 from kvdsl.lsp.hints import COMMANDS, inlay_hints, lenses
 from kvdsl.lsp.hover import hover
-from kvdsl.lsp.layout import formatting
 from kvdsl.lsp.outline import foldings, symbols
 from kvdsl.lsp.signature import signature
 from kvdsl.lsp.tokens import LEGEND, semantic_tokens

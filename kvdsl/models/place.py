@@ -30,7 +30,7 @@ def place(model: NamedModel) -> Path:
 
 
 def here(model: NamedModel) -> bool:
-    """Whether it is there whole, and what was made; see `kvdsl.build.stamps` on files that nobody has touched."""
+    """Whether it is there whole, and what was made; see `kvdsl.build.store` on files that nobody has touched."""
     return store.flaw(place(model), known=True) is None
 
 

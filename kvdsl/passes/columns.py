@@ -21,8 +21,7 @@ from kvdsl.ir.nodes import PREVIOUS, Axis, Call, Column, ColumnRef, Expr, Fold, 
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS
 from kvdsl.ir.visitors import mapped, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold
-from kvdsl.passes.normal import normal, plain
-from kvdsl.passes.parts import from_formula
+from kvdsl.passes.normal import from_formula, normal, plain
 
 _MAX_NAME = 40
 

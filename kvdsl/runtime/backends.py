@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvdsl.errors import KvdslError
+from kvdsl.errors import KvdslError, warn
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch.backend import TorchBackend
-from kvdsl.warned import warn
 
 NAMES = ("auto", "cpu", "triton", "torch")
 

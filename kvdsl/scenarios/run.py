@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvdsl.emit.data import stored_of
+from kvdsl.emit.render import stored_of
 from kvdsl.errors import KvdslError
 from kvdsl.interp.evaluate import Array, floored
+from kvdsl.interp.inputs import values
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.step import Step
-from kvdsl.interp.tensors import values
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import value_of

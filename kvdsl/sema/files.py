@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvdsl import codes
 from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink
+from kvdsl.files import read_resource, resource
 from kvdsl.ir.nodes import Policy
-from kvdsl.resources import read_resource, resource
 from kvdsl.sema.check import Checker
 from kvdsl.sema.lets import check_library, prelude_scope
 from kvdsl.sema.modules import Loader, Module

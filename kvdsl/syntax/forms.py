@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from kvdsl.diagnostics import printable
+from kvdsl.files import read_resource
 from kvdsl.helps import Help, fixes_of, instead, offer
-from kvdsl.resources import read_resource
 from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax.nodes import WORDS

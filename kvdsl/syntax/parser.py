@@ -24,8 +24,8 @@ from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.diagnostics import Sink
 from kvdsl.errors import KvdslError
+from kvdsl.files import read_resource
 from kvdsl.ir.ops import NAMED_INPUTS
-from kvdsl.resources import read_resource
 from kvdsl.source import Combined, SourceFile, Span
 from kvdsl.syntax.forms import DEFINERS, STATEMENTS
 from kvdsl.syntax.lexer import Lexer, span_of

@@ -93,7 +93,7 @@ def _show_policy(console: Any) -> None:
     """The policy without its docstring."""
     from rich.markup import escape
 
-    from kvdsl.resources import read_resource
+    from kvdsl.files import read_resource
 
     source = read_resource("policies", "gallery", f"{SHOWN}.kv")
     head, _, rest = source.partition('"""')

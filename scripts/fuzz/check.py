@@ -33,7 +33,7 @@ from kvdsl.codes import CODES  # noqa: E402
 from kvdsl.compiler import analyse, shipped_policies  # noqa: E402
 from kvdsl.diagnostics import Sink, render_github, render_human, render_json  # noqa: E402
 from kvdsl.environment import environment  # noqa: E402
-from kvdsl.resources import read_resource, resource  # noqa: E402
+from kvdsl.files import read_resource, resource  # noqa: E402
 from kvdsl.syntax.reader import decode  # noqa: E402
 
 LIMIT_S = 1.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from kvdsl.files import read_resource
 from kvdsl.ir import ops
 from kvdsl.reference import STATEMENTS, first_word, form, written
-from kvdsl.resources import read_resource
 from kvdsl.sema import editions
 from kvdsl.syntax.nodes import WORDS
 from scripts.pages.markdown import table

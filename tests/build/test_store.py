@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.build import stamps, store
+from kvdsl.build import store
 from kvdsl.build.store import SEAL, entry, flaw
 from kvdsl.errors import KvdslError
 from tests.build.left import left
@@ -107,7 +107,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     whole = store.digest_of
     monkeypatch.setattr(store, "digest_of", lambda file: names.append(file.name) or whole(file))
-    monkeypatch.setattr(stamps, "STILL", -1.0)
+    monkeypatch.setattr(store, "STILL", -1.0)
     return names
 
 
@@ -119,9 +119,9 @@ def test_what_nobody_has_touched_is_read_whole_once(folder: Path, read: list[str
     assert flaw(folder) is None and len(read) == 4, "without `known` everything is read"
     os.utime(folder / "two")
     assert flaw(folder, known=True) is None and read[4:] == ["two"]
-    (folder / stamps.NOTE).write_text("[")
+    (folder / store.NOTE).write_text("[")
     assert flaw(folder, known=True) is None and len(read) == 7
-    assert sorted(os.listdir(folder)) == [stamps.NOTE, "one", SEAL, "two"]
+    assert sorted(os.listdir(folder)) == [store.NOTE, "one", SEAL, "two"]
 
 
 @pytest.mark.parametrize("how", [_cut, _zero, _flip, _grow, _empty, Path.unlink])
@@ -140,12 +140,12 @@ def test_what_was_touched_is_found_whatever_its_times_say(
 
 def test_a_file_that_has_just_changed_is_not_noted(folder: Path) -> None:
     entry(folder, "thing", Maker())
-    assert flaw(folder, known=True) is None and not (folder / stamps.NOTE).exists()
+    assert flaw(folder, known=True) is None and not (folder / store.NOTE).exists()
 
 
 def test_a_folder_that_cannot_be_noted_in(folder: Path, read: list[str]) -> None:
     entry(folder, "thing", Maker())
-    (folder / stamps.NOTE).mkdir()
+    (folder / store.NOTE).mkdir()
     assert flaw(folder, known=True) is None and flaw(folder, known=True) is None
     assert not list(folder.glob(".*")), "nothing may be left of trying"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.resources import resource
+from kvdsl.files import resource
 from tests.cli.harness import run
 
 GOOD = 'kv 1\n\npolicy Good {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n'

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvdsl.compiler import Analysis, analyse
 from kvdsl.diagnostics import Diagnostic, listed
+from kvdsl.files import resource
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.ops import PLAIN_REDUCTIONS
-from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 from tests.diagnostics.mistakes import broken_rule
 

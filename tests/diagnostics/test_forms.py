@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse
-from kvdsl.resources import resource
+from kvdsl.files import resource
 from kvdsl.syntax.forms import LONGEST, found
 
 ROOT = Path(__file__).parents[2]

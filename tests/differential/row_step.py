@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.interp import Head, Layer, Step
-from kvdsl.interp.supplied import NOTHING, Supplied, of_head
+from kvdsl.interp.inputs import NOTHING, Supplied, of_head
 from kvdsl.ir.nodes import Column, Expr, Policy, is_call
 from kvdsl.ir.visitors import walk
 

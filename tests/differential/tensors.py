@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvdsl.interp.evaluate import Array
-from kvdsl.interp.tensors import values
+from kvdsl.interp.inputs import values
 from kvdsl.ir.nodes import Tensor
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.tensors import Tensors

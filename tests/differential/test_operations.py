@@ -22,7 +22,7 @@ from kvdsl.ir.nodes import Axis, ColumnRef, Input, Reduce, call
 from kvdsl.ir.printer import print_policy
 from kvdsl.lower import cpp_expressions, torch_expressions, triton_expressions
 from kvdsl.lower.expression import NotLowerable
-from kvdsl.passes.parts import from_formula
+from kvdsl.passes.normal import from_formula
 from kvdsl.runtime.state import order
 from kvdsl.runtime.torch import columns, numerics, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend

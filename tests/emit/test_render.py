@@ -86,7 +86,7 @@ def _policy(body: str) -> Policy:
 def test_what_cpp_cannot_say_is_left_to_torch() -> None:
     plan = make_plan(_policy("score sum(dot(q, k) > mean(dot(q, k) over slots))"))
     assert plan.cpp is None
-    assert "over slots" in plan.cpp_refusal
+    assert "over slots" in plan.refusals["cpu"]
     assert "kernels_cpu.cpp" not in render(plan, "")
 
 

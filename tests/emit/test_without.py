@@ -10,9 +10,9 @@ import pytest
 
 from kvdsl.compiler import analyse, package, plan_of
 from kvdsl.emit.without import _INSTEAD, COST, sentence, without
+from kvdsl.errors import warn
 from kvdsl.ir.ops import POOLS, REDUCTIONS
 from kvdsl.shipped import all_policies
-from kvdsl.warned import warn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def test_every_shipped_policy_without_kernels_says_which_line() -> None:
     for path in all_policies():
         text = path.read_text()
         plan = plan_of(analyse(path).policy)
-        for target, refusal in (("cpu", plan.cpp_refusal), ("triton", plan.triton_refusal)):
+        for target, refusal in plan.refusals.items():
             if refusal:
                 found += 1
                 told = sentence(target, refusal, text)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvdsl.compiler import analyse, find_policy
+from kvdsl.files import resource
 from kvdsl.interp import Call, Interpreter, Layer, Rope, resolve
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
-from kvdsl.resources import resource
 from tests.quick import few
 
 from . import policies
@@ -157,7 +157,7 @@ def test_random_is_the_counter_hash() -> None:
 
 
 def test_random_is_roughly_uniform() -> None:
-    from kvdsl.interp.randomness import uniform
+    from kvdsl.interp.operations import uniform
 
     draws = uniform(seed=1, layer=0, head=0, position=np.arange(4000), step=5)
     counts, _ = np.histogram(draws, bins=10, range=(0, 1))

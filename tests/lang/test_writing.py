@@ -12,12 +12,12 @@ import kvdsl
 from kvdsl import lang
 from kvdsl.compiler import analyse
 from kvdsl.diagnostics import Sink
+from kvdsl.files import read_resource
 from kvdsl.ir import ops
 from kvdsl.ir.printer import print_policy
 from kvdsl.lang import MisusedError, age, attn, dot, k, mean, name, position, q, v
 from kvdsl.lang.policies import Draft
 from kvdsl.lang.statements import NAMED, Group, Parts, Slot, forms
-from kvdsl.resources import read_resource
 from kvdsl.sema.editions import FUNCTIONS, GONE
 from kvdsl.sema.upgrade import upgraded
 from kvdsl.shipped import all_policies

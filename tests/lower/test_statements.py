@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvdsl.compiler import package
+from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
-from kvdsl.lower.spelling import spelled
 from tests.lower.policies import checked, evicting
 
 # -- one query's own ---------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_selections_in_cpp(by: str) -> None:
     plan = make_plan(checked(statements)).cpp
     assert plan is not None and plan.select is not None
     assert plan.select.by == FORMS[by]
-    assert (plan.select.page, plan.select.sketch) == ("page" in by, "sketch" in by)
+    assert (plan.select.page, plan.select.sketch is not None) == ("page" in by, "sketch" in by)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_selections_in_cpp(by: str) -> None:
 )
 def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
-    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+    assert (plan.cpp, plan.refusals["cpu"]) == (None, refusal)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,9 @@ def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
 def test_how_cpp_asks_query_heads_and_kv_heads(statements: str, alone: bool, vote: str, voted: str) -> None:
     plan = make_plan(checked(statements)).cpp
     assert plan is not None and plan.select is not None
-    assert (plan.select.alone, plan.select.vote, plan.select.voted) == (alone, vote, voted)
+    expression, made = plan.select.expression, plan.select.voted
+    assert (expression is not None and expression.alone, plan.select.vote) == (alone, vote)
+    assert (made.value if made else "") == voted
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_how_many_a_query_selects(count: str, asks: bool) -> None:
 @pytest.mark.parametrize("who", ["heads", "layers"])
 def test_nobody_has_to_agree_in_cpp_once_the_prompt_is_over(who: str) -> None:
     plan = make_plan(evicting(f"score sum(attn)\nvictims shared by {who}\nwhen prefill"))
-    assert plan.cpp is not None and not plan.cpp.settles
+    assert plan.cpp is not None and plan.cpp.settle is None
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -105,9 +107,9 @@ def test_the_budget_is_a_number_of_its_own_where_it_is_read() -> None:
     assert dict(plan.numbers) == {"budget": "capacity", "capacity": "given.inside(capacity, low=2)"}
     assert 'slots.number("budget")' in plan.torch.score[-1]
     assert 'keep.top(slots.age, numbers["budget"] / 4)' in plan.torch.protect
-    assert plan.cpp is not None
-    assert "head.param(Number::budget)" in plan.cpp.settle[0]
-    assert plan.cpp.overflow == "kvdsl::count(head.param(Number::capacity))"
+    assert plan.cpp is not None and plan.cpp.settle is not None
+    assert "head.param(Number::budget)" in plan.cpp.settle.loop[0]
+    assert plan.cpp.settle.overflow == "kvdsl::count(head.param(Number::capacity))"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
 )
 def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
     plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
-    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+    assert (plan.cpp, plan.refusals["cpu"]) == (None, refusal)
 
 
 BOUND = "sum(max(q * min(k over page), q * max(k over page)) over dims)"
@@ -237,20 +239,20 @@ def test_bounds_of_pages_are_kept_where_no_token_leaves(statements: str, kept: b
 
 def test_pools_come_behind_what_may_not_leave_in_cpp() -> None:
     plan = make_plan(evicting("score max_pool(sum(attn), 7) - mean_pool(age, a)\nkeep top 2 by age")).cpp
-    assert plan is not None
-    assert plan.settle == ("top_1[i] = static_cast<float>(head.age(i));",)
-    protected, kept, *pools = plan.protect
+    assert plan is not None and plan.settle is not None
+    assert plan.settle.loop == ("top_1[i] = static_cast<float>(head.age(i));",)
+    protected, kept, *pools = plan.settle.protect
     assert (protected, kept) == ("head.protect_top(top_1, 2);", "head.protect_last(1);")
     assert ["max_pool_" in pools[0], "mean_pool_" in pools[1]] == [True, True]
-    assert plan.settle_last == ("score[i] = max_pool_1[i] - mean_pool_2[i];",)
+    assert plan.settle.last == ("score[i] = max_pool_1[i] - mean_pool_2[i];",)
 
 
 @pytest.mark.parametrize("budget", ["0.5 * seen", "sum(age < 5 over slots) + live"])
 def test_a_budget_that_reads_the_data_is_found_at_a_settle(budget: str) -> None:
     plan = make_plan(checked(f"score sum(attn)\nbudget {budget} at most 9\nlayers 2..")).cpp
-    assert plan is not None and plan.budget is not None
-    assert plan.overflow == "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
-    assert plan.budget.value.startswith("(head.param(Number::layer) < 2.0 ? INFINITY : ")
+    assert plan is not None and plan.settle is not None and plan.settle.budget is not None
+    assert plan.settle.overflow == "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
+    assert plan.settle.budget.value.startswith("(head.param(Number::layer) < 2.0 ? INFINITY : ")
 
 
 def test_a_prompt_is_no_matter_of_cpp() -> None:
@@ -258,7 +260,7 @@ def test_a_prompt_is_no_matter_of_cpp() -> None:
     body = "budget 8 across heads floor 0.2\nwhen prefill\nscore max_pool(sum(attn over last 4 queries), 7)"
     plan = make_plan(checked(body))
     assert plan.cpp is not None
-    assert not plan.cpp.settles
+    assert plan.cpp.settle is None
     assert plan.cpp.observe
 
 
@@ -330,7 +332,7 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
 def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
-    assert plan.triton_refusal.startswith(refusal)
+    assert plan.refusals["triton"].startswith(refusal)
 
 
 def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> None:
@@ -341,9 +343,9 @@ def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> N
     assert plan is not None
     assert plan.args == ("numbers", "work")
     plan = make_plan(evicting("score (age + 1) ** 0.5 - position")).triton
-    assert plan is not None
+    assert plan is not None and plan.settle is not None
     value = "ops.power((now - pos).to(tl.float32) + 1.0, 0.5).to(tl.float32) - pos.to(tl.float32)"
-    assert any(value in line for line in plan.score[-1].body)
+    assert any(value in line for line in plan.settle.score[-1].body)
     plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
     assert plan is not None
     assert plan.args == ("columns", "numbers", "logits", "window", "work")

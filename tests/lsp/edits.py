@@ -9,12 +9,10 @@ from lsprotocol import types as lsp
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.lsp.completion import completion
-from kvdsl.lsp.diagnostics import diagnostics
+from kvdsl.lsp.diagnostics import diagnostics, fixes, formatting
 from kvdsl.lsp.document import Document
-from kvdsl.lsp.fixes import fixes
 from kvdsl.lsp.hints import inlay_hints, lenses
 from kvdsl.lsp.hover import hover
-from kvdsl.lsp.layout import formatting
 from kvdsl.lsp.navigation import RenameError, definition, highlights, references, rename
 from kvdsl.lsp.outline import foldings, symbols
 from kvdsl.lsp.signature import signature

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvdsl.compiler import Analysis, analyse
-from kvdsl.resources import resource
+from kvdsl.files import resource
 from kvdsl.scenarios.run import Outcome, run_scenario
 from kvdsl.scenarios.scenario import Scenario
 from kvdsl.source import SourceFile

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvdsl.codes import CODES, Code
 from kvdsl.diagnostics import Sink
-from kvdsl.resources import resource
+from kvdsl.files import resource
 from kvdsl.source import SourceFile
 from kvdsl.syntax.formatter import format_source
 from kvdsl.syntax.parser import parse

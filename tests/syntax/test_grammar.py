@@ -3,7 +3,7 @@
 import pytest
 
 from kvdsl.diagnostics import Sink
-from kvdsl.resources import read_resource
+from kvdsl.files import read_resource
 from kvdsl.source import SourceFile
 from kvdsl.syntax.nodes import Budget, Given, Keep, Layers, Let, Pages, Param, Select, Setting, Sketch, Tensor
 from kvdsl.syntax.parser import parse

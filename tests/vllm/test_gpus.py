@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
-from kvdsl.resources import resource
+from kvdsl.files import resource
 from tests.vllm.test_rows import told
 
 

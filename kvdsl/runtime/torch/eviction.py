@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvdsl.errors import KvdslError
+from kvdsl.errors import KvdslError, warn
 from kvdsl.runtime.state.order import free
 from kvdsl.runtime.state.shared import Together
 from kvdsl.runtime.state.slots import SlotState
@@ -27,7 +27,6 @@ from kvdsl.runtime.torch.settle import (
     shared_order,
 )
 from kvdsl.runtime.torch.view import View, slots_view
-from kvdsl.warned import warn
 
 _Noted = TypeVar("_Noted", Protection, Ballot)
 

@@ -153,14 +153,6 @@ class View:
         """One of the policy's numbers, or `live` or `seen`, where tokens are counted: float64 [batch, kv_heads or 1, 1 or queries, 1]."""
         return self.doubles[name] if name in self.doubles else getattr(self, name).double()
 
-    def in_layers(self, count: Tensor, *, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-        """The count, perhaps one of each query head, in layers `low` to `high`, ends included; inf in the others."""
-        layer = self.exact("layer")
-        outside = torch.zeros_like(layer, dtype=torch.bool)
-        outside = outside if low is None else outside | (layer < low)
-        outside = outside if high is None else outside | (layer > high)
-        return torch.where(outside if count.dim() == 4 else outside.unsqueeze(2), torch.inf, count)
-
     def column(self, name: str) -> Tensor:
         """A state column."""
         return self.columns[name].unsqueeze(2)

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from kvdsl.compiler import Analysis, analyse
 from kvdsl.diagnostics import Diagnostic, mends
+from kvdsl.files import resource
 from kvdsl.helps import Fix
-from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
 FOLDER = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""What a policy's tensors hold, in the interpreter."""
+"""What a policy reads from outside, in the interpreter: tensors of files, and what the caller gives of tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,39 @@ from typing import Any
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array
+from kvdsl.interp.evaluate import Array, as_float32
 from kvdsl.ir.nodes import Policy, Tensor
 from kvdsl.tensorfile import AXES, Stored
+
+Supplied = Mapping[str, Array]
+"""The policy's `given` values by name: [L] of a head's new tokens, [H, L] of a layer's."""
+
+NOTHING: Supplied = MappingProxyType({})
+
+
+def of_head(supplied: Supplied, head: int, tokens: slice = slice(None)) -> dict[str, Array]:
+    """What a layer's is for some tokens of a head."""
+    return {name: np.asarray(values, dtype=np.float64)[head, tokens] for name, values in supplied.items()}
+
+
+def filled(policy: Policy, supplied: Supplied, tokens: int) -> dict[str, Array]:
+    """The values of so many tokens, [tokens] each, rounded to float32 as everywhere; where nothing is given, the default.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = {}
+    for given in policy.given:
+        if given.name in supplied:
+            found[given.name] = as_float32(np.asarray(supplied[given.name]))
+        elif given.default is not None:
+            found[given.name] = as_float32(np.full(tokens, given.default))
+        else:
+            raise ValueError(
+                f"`{given.name}` of {policy.name} is given by the caller and has no default, and nothing was given"
+            )
+    return found
+
 
 Tensors = Mapping[str, Array]
 """Of each tensor all that its file has, by name, over the axes of its statement."""
