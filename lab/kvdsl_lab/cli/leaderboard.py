@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from kvdsl.errors import KvdslError
 from kvdsl.precheck import settings_by_policy
 from kvdsl_lab.cli.measuring import end_of, minutes_option, names, quick_option, text_option
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
+
+if TYPE_CHECKING:
+    from kvdsl_lab.leaderboard.reasoning import Asking
 
 
 @click.command()
@@ -40,6 +44,19 @@ from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 )
 @click.option("--claim", metavar="A,B", help="Test whether these are better than every other, all comparisons together.")
 @click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
+@click.option("--data", "data", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Problems for gsm8k and math500, a JSON object a line; may be given several times.")  # fmt: skip
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(1),
+    default=320,
+    show_default=True,
+    help="The longest answer to a problem, in tokens.",
+)
+@click.option("--samples", type=click.IntRange(1), default=1, show_default=True,
+              help="Answers to each problem, of which the share that is right counts; 1 is the greedy one.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.7, show_default=True,
+              help="Of the draws, with several --samples.")  # fmt: skip
 @click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
 @click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
 @minutes_option("an item that is not finished is dropped; a later run goes on")
@@ -57,8 +74,8 @@ from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 @dtype_option
 @json_option
 def command(
-    policies: str, rates: str, tokens: str, same_bytes: bool, claim: str | None, tasks: str | None, length: int, items: int,
-    minutes: float | None, workers: int | None,
+    policies: str, rates: str, tokens: str, same_bytes: bool, claim: str | None, tasks: str | None, data: tuple[Path, ...],
+    new_tokens: int, samples: int, temperature: float, length: int, items: int, minutes: float | None, workers: int | None,
     model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, memory: dict[str, str],
     seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -70,6 +87,7 @@ def command(
     chat             KL divergence in the replies of a conversation about a book, under a budget of tokens
     fact, facts      a code hidden in a book, alone or among eight
     niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
+    gsm8k, math500   problems that a model answers step by step, from --data; an item is eight of them
 
     Questions are asked twice: in the prompt (`known`: what a policy sees when it evicts), and after the policy has evicted
     (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items
@@ -83,6 +101,7 @@ def command(
       kvdsl leaderboard --model smollm2 --quick
       kvdsl leaderboard --model smollm2 --dtype bf16 --items 20 --minutes 300
       kvdsl leaderboard --model smollm2 --policies h2o,roco,mine.kv --tasks books,chat --same-bytes --claim mine.kv
+      kvdsl leaderboard --model qwen2.5-coder-0.5b --policies h2o_answer,random_answer --tasks gsm8k --data gsm8k.jsonl --tokens 128
     """
     until = end_of(minutes)
     wanted, claiming = (
@@ -103,18 +122,24 @@ def command(
     from kvdsl_lab.assets import all_books
     from kvdsl_lab.leaderboard import report, run, summary
     from kvdsl_lab.leaderboard.claim import compare
+    from kvdsl_lab.leaderboard.problems import read_problems
+    from kvdsl_lab.leaderboard.reasoning import Asking, Reasoning
     from kvdsl_lab.leaderboard.tasks import chosen
 
     book = all_books() if text is None else read_text(text)
-    plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes, tuple(memory.items()))
     todo = chosen(None if tasks is None else names(tasks))
+    asking = Asking(read_problems(data), new_tokens, samples, temperature)
+    plan = run.Plan(
+        model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes, tuple(memory.items()), asking
+    )
     bench = run.Bench(plan)
-    check_length(bench.lab.model, length + 256)
+    if not all(isinstance(task.kind, Reasoning) for task in todo):
+        check_length(bench.lab.model, length + 256)
     kind = str(bench.lab.model.dtype).removeprefix("torch.")
     facts = {
         "model": model or "reference", "dtype": kind, "length": length, "seed": seed,
         "pieces": "disjoint", "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
-        **({"same bytes": True} if same_bytes else {}), **memory,
+        **({"same bytes": True} if same_bytes else {}), **memory, **_answers(data, asking),
     }  # fmt: skip
     count = workers or os.cpu_count() or 1
     with progress("leaderboard", items * len(todo)) as tick:
@@ -138,6 +163,15 @@ def command(
         click.echo(json.dumps(result, indent=1))
     else:
         _show(result, out)
+
+
+def _answers(data: Sequence[Path], asking: Asking) -> dict[str, Any]:
+    """What measurements of problems depend on besides; nothing without problems."""
+    if not data:
+        return {}
+    drawn = {"samples": asking.samples, "temperature": asking.temperature} if asking.samples > 1 else {}
+    files = hashlib.sha256(b"".join(path.read_bytes() for path in data)).hexdigest()[:16]
+    return {"problems sha256": files, "new tokens": asking.new_tokens, **drawn}
 
 
 def names_of_policies(name: str) -> list[str]:

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
 from kvdsl_lab.leaderboard import haystacks
 from kvdsl_lab.leaderboard.questions import Question, lay_out
+from kvdsl_lab.leaderboard.reasoning import Asking
 from kvdsl_lab.leaderboard.ruler import Material
 
 Values = dict[str, list[float]]
@@ -43,6 +44,7 @@ class Lab:
         book: a text.
         length: tokens of an item's text.
         seed: of everything random in the items.
+        asking: what a model that reasons is asked.
     """
 
     model: Any
@@ -50,6 +52,7 @@ class Lab:
     book: str
     length: int
     seed: int
+    asking: Asking = field(default_factory=Asking)
 
     @cached_property
     def ids(self) -> list[int]:
@@ -145,16 +148,24 @@ _TIMED = 4
 """Tokens whose time is taken."""
 
 
-def outcome(lab: Lab, cache: Any, values: Values, rows: int = 1, in_use: int | None = None) -> Outcome:
+def outcome(
+    lab: Lab,
+    cache: Any,
+    values: Values,
+    rows: int = 1,
+    in_use: int | None = None,
+    token_ms: Callable[[], float] | None = None,
+) -> Outcome:
     """What came of it, and what the cache is now; of `rows` alike, a row's share.
 
     Args:
         in_use: `bytes_in_use` at another time than now.
+        token_ms: where it is known without feeding more tokens.
     """
     usage = Usage()
     usage.see(cache)
     used = bytes_in_use(cache) // rows if in_use is None else in_use
-    return Outcome(values, cache_bytes(cache) // rows, used, usage, partial(_token_ms, lab, cache, rows))
+    return Outcome(values, cache_bytes(cache) // rows, used, usage, token_ms or partial(_token_ms, lab, cache, rows))
 
 
 def bytes_in_use(cache: Any) -> int:

@@ -22,6 +22,9 @@ UNITS = {
     "rouge_l": "ROUGE-L, F",
     "known": "share answered",
     "later": "share answered",
+    "accuracy": "share answered rightly",
+    "answer_tokens": "tokens of an answer",
+    "cut_off": "share of answers that reached the limit",
 }
 
 

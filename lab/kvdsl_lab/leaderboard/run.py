@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from kvdsl.runtime.hf.versions import text_config
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
+from kvdsl_lab.leaderboard.reasoning import Asking
 from kvdsl_lab.leaderboard.tasks import TASKS, Task
 from kvdsl_lab.processes import end_with_parent
 
@@ -56,6 +57,7 @@ class Plan:
         backend: what runs the policies.
         same_bytes: whether a policy gets so much less of a budget that it takes no more bytes than keys, values and positions do.
         memory: how caches lie in memory, as `kvdsl.load` takes it.
+        asking: what a model that reasons is asked.
     """
 
     model: str | None
@@ -69,6 +71,7 @@ class Plan:
     backend: str
     same_bytes: bool = False
     memory: tuple[tuple[str, str], ...] = ()
+    asking: Asking = field(default_factory=Asking)
 
     def budgets(self, task: Task) -> tuple[float, ...]:
         """Those of a task."""
@@ -84,7 +87,7 @@ class Bench:
 
         model, tokenizer = load_model(plan.model, plan.dtype)
         self.plan = plan
-        self.lab = Lab(widened(model), tokenizer, plan.book, plan.length, plan.seed)
+        self.lab = Lab(widened(model), tokenizer, plan.book, plan.length, plan.seed, plan.asking)
         self.policies = Policies(plan.policies, dict(plan.memory), plan.backend)
 
     def compiled(self, policy: str) -> str:

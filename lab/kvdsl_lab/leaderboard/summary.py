@@ -23,7 +23,7 @@ LEAST_ITEMS = 6
 """Of fewer, no test of signs can tell at 2.5 %, and a bootstrap's interval is too narrow."""
 REFERENCE = "full"
 
-LESS_IS_BETTER = ("loss", "kl")
+LESS_IS_BETTER = ("loss", "kl", "answer_tokens", "cut_off")
 """Measures of which less is better."""
 
 _Floats = NDArray[np.float64]
@@ -101,7 +101,7 @@ def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
 
     `mean`, `low`, `high`; `behind_full` likewise, the paired difference, positive where the policy is worse; `place`: 1 + how many
     policies of the same budget are better (see `better`); `bytes`, `token_ms`: medians; `note` where the policy did nothing; `items`:
-    how many texts. Of fewer than `LEAST_ITEMS` there is no interval.
+    how many texts. Of fewer than `LEAST_ITEMS` there is no interval. Problems have `accuracy`, `answer_tokens` and `cut_off` as well.
     """
     sign = -1.0 if column.measure in LESS_IS_BETTER else 1.0
     signed = Column(
@@ -119,6 +119,11 @@ def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
             row["behind_full"] = interval(lost, sign * (drawn[full] - drawn[pair]))
         rivals = [other for other in column.scores if other[1] == budget and other != pair and other[0] != REFERENCE]
         row["place"] = 1 + sum(better(signed, other, pair, flips) for other in rivals)
+        if column.measure == "accuracy":
+            row |= {
+                "accuracy": row["mean"],
+                **{name: _mean(rows, column, pair, name) for name in ("answer_tokens", "cut_off")},
+            }
         found.append({**row, **_costs(rows, column, pair)})
     return sorted(found, key=lambda row: (math.inf if row["budget"] is None else row["budget"], -sign * row["mean"]))
 
@@ -144,6 +149,11 @@ def _costs(rows: Sequence[Row], column: Column, pair: Pair) -> dict[str, Any]:
         "token_ms": round(float(np.median(times)), 2) if times else None,
         "note": next((row["note"] for row in own if row["note"]), None) if all(row["note"] for row in own) else None,
     }
+
+
+def _mean(rows: Sequence[Row], column: Column, pair: Pair, measure: str) -> float:
+    """The mean of another measure at what a column shows."""
+    return round(float(np.mean([value for row in _measured(rows, column, pair) for value in row["values"][measure]])), 4)
 
 
 def _measured(rows: Sequence[Row], column: Column, pair: Pair) -> list[Row]:

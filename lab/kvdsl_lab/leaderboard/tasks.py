@@ -12,6 +12,7 @@ from kvdsl_lab.leaderboard.chat import Chat
 from kvdsl_lab.leaderboard.facts import fact
 from kvdsl_lab.leaderboard.kinds import Kind, Loss, Nearness, Questions
 from kvdsl_lab.leaderboard.questions import Question
+from kvdsl_lab.leaderboard.reasoning import Reasoning
 from kvdsl_lab.leaderboard.ruler import Material
 
 
@@ -44,12 +45,14 @@ TASKS = {
         Task("fact", "a code hidden in a book", Questions(partial(fact, among=1))),
         Task("facts", "one of eight codes hidden in a book", Questions(partial(fact, among=8))),
         *(Task(name, f"RULER's {name}", Questions(_whatever_the_item(make))) for name, make in ruler.TASKS.items()),
+        Task("gsm8k", "problems of arithmetic, answered step by step", Reasoning(), while_decoding=True),
+        Task("math500", "problems of mathematics, answered step by step", Reasoning(), while_decoding=True),
     )
 }
 
 
 def chosen(names: Sequence[str] | None) -> list[Task]:
-    """The tasks of these names, in the catalogue's order; all if none is named.
+    """The tasks of these names, in the catalogue's order; if none is named, all that need no file.
 
     Raises:
         KvdslError: if there is no such task.
@@ -57,4 +60,6 @@ def chosen(names: Sequence[str] | None) -> list[Task]:
     for name in names or ():
         if name not in TASKS:
             raise KvdslError(f"there is no task `{name}`; there are {', '.join(TASKS)}")
-    return [task for name, task in TASKS.items() if names is None or name in names]
+    if names is None:
+        return [task for task in TASKS.values() if not isinstance(task.kind, Reasoning)]
+    return [task for name, task in TASKS.items() if name in names]
