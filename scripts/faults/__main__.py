@@ -114,7 +114,7 @@ def _read() -> dict[tuple[str, str, str], str]:
         return {}
     found = dict[tuple[str, str, str], str]()
     for line in TABLE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.replace("\\|", "|") for cell in re.split(r" (?<!\\)\| ", line.strip("| "))]
+        cells = [cell.replace("\\|", "|") for cell in re.split(r" (?<!\\)\| ", line.removeprefix("| ").removesuffix(" |"))]
         if len(cells) == 5 and cells[0] not in ("room", "---"):
             found[cells[0], cells[1], cells[2]] = " | ".join(cells[3:])
     return found

@@ -282,10 +282,11 @@ def test_a_name_that_would_mean_something_else_is_refused(tmp_path: Path, old: s
 
 def test_a_name_that_is_taken_is_refused_as_the_checker_refuses_it(tmp_path: Path) -> None:
     """One error more is enough, also beside errors that were there."""
-    for text in (TWO_NAMES, TWO_NAMES.replace("score g(sum(attn))", "score g(sum(attn)) + nothing")):
+    taken = TWO_NAMES.replace("param w = 2", "param w = 2\n  param a = 3")
+    for text in (taken, taken.replace("score g(sum(attn))", "score g(sum(attn)) + nothing")):
         document = _document(tmp_path / "mine.kv", text)
-        with pytest.raises(RenameError, match="`g` is defined twice"):
-            rename(document, _at(document, "w = 2"), "g", [])
+        with pytest.raises(RenameError, match="`a` is defined twice"):
+            rename(document, _at(document, "w = 2"), "a", [])
 
 
 def test_who_is_defined_where_nobody_looks_is_refused(tmp_path: Path) -> None:
