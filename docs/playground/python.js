@@ -10,8 +10,9 @@ export async function beside(name) {
 }
 
 export async function startPython() {
+  const archive = beside("python.zip"); // comes while Python starts
   const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href });
-  python.unpackArchive(await beside("python.zip"), "zip", { extractDir: "/kvdsl" });
+  python.unpackArchive(await archive, "zip", { extractDir: "/kvdsl" });
   python.runPython("import os, sys; sys.path.insert(0, '/kvdsl'); os.environ['KVDSL_CACHE_DIR'] = '/kvdsl/cache'");
   return python;
 }

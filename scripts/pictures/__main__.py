@@ -11,8 +11,9 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 
 PICTURES = {
-    "overview.svg": "overview", "overview_narrow.svg": "overview", "speed.svg": "speed", "check.svg": "commands", "diff.svg": "commands", "editor.svg": "editor", "explain.png": "pages",
-    "choosing.svg": "choosing", "search.svg": "search", "notebook.png": "pages", "playground.png": "pages", "trace.png": "pages",
+    "overview.svg": "overview", "overview_narrow.svg": "overview", "speed.svg": "speed", "check.svg": "commands", "diff.svg": "commands",
+    "editor.svg": "editor", "explain.png": "pages", "choosing.svg": "choosing", "search.svg": "search", "notebook.png": "pages",
+    "playground.png": "pages", "trace.png": "pages",
 }  # fmt: skip
 """Each file, and the module whose function of that name makes it; one is imported only if it is asked for."""
 

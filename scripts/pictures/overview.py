@@ -35,7 +35,7 @@ WIDE, NARROW = (270.0, 462.0, 760.0), 380.0
 
 TITLE = "A kvdsl policy, the kernel that is compiled from it, and the tokens of a text that it keeps"
 COLOURS: dict[_TokenType, str] = {
-    Comment: "#6e7781", Keyword: "#8250df", Name.Builtin: "#0550ae", Name.Class: "#953800", Name.Function: "#0550ae",
+    Comment: "#59636e", Keyword: "#8250df", Name.Builtin: "#0550ae", Name.Class: "#953800", Name.Function: "#0550ae",
     Number: "#0550ae", String: "#0a3069",
 }  # fmt: skip
 FADED, KEPT = "#666e77", "#ffd98a"

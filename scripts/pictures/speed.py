@@ -25,7 +25,8 @@ def speed(path: Path) -> None:
     """Draw it."""
     found = json.loads(MEASURED.read_text(encoding="utf-8"))
     rows = {row["policy"]: row for row in found["rows"]}
-    title = f"SmolLM2 behind a prompt of {next(iter(rows.values()))['prompt_tokens']:,} tokens: milliseconds a token, and the cache at the end"
+    prompt = rows["transformers"]["prompt_tokens"]
+    title = f"SmolLM2 behind a prompt of {prompt:,} tokens: milliseconds a token, and the cache at the end"
     height = TOP + ROW * len(SHOWN) + 4
     path.write_text(
         drawing(WIDTH, height, title, parts(title, [rows[policy] for policy in SHOWN]), in_both=True), encoding="utf-8"

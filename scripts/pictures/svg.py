@@ -10,7 +10,7 @@ SIZE, ADVANCE, LINE = 12, 7.23, 18.5
 
 INK, QUIET = "#1f2328", "#57606a"
 DARK = {
-    INK: "#e6edf3", QUIET: "#9aa4af", "#f6f8fa": "#161b22", "#d0d7de": "#3a3f47", "#8c959f": "#8b949e", "#6e7781": "#9aa4af",
+    INK: "#e6edf3", QUIET: "#9aa4af", "#f6f8fa": "#161b22", "#d0d7de": "#3a3f47", "#8c959f": "#8b949e", "#59636e": "#9aa4af",
     "#8250df": "#c8a5ff", "#0550ae": "#79c0ff", "#953800": "#ffa657", "#0a3069": "#a5d6ff", "#666e77": "#9aa4af", "#ffd98a": "#6b5200",
     "#0072b2": "#56b4e9",
 }  # fmt: skip

@@ -22,7 +22,8 @@ from tests.docs.pages import documents, read
 LARGEST = 100_000
 
 SHOWS = {
-    **dict.fromkeys(("overview", "overview_narrow"), ["a policy", "which tokens stay", "score", "for"]),
+    "overview": ["a policy", "which tokens stay", "score", "for"],
+    "overview_narrow": ["a policy", "which tokens stay", "score", "for"],
     "speed": ["8,000 tokens", "transformers", "kvdsl, H2O", "MiB"],
     "check": ["$ kvdsl check mine.kv", "did you mean `sinks`?", "2 errors"],
     "diff": ["- score sum(attn)", "+ score last(attn)", "expect kept"],
