@@ -96,7 +96,7 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
         (["--policy", "h2o_answer", "--set", "budget=0.5"], "a rate of each prompt"),
         (["--policy", "h2o_answer", "--kvdsl-trace", "one.html"], "is not traced yet"),
         (["--policy", "raas"], "RaaS is not served over prompts that requests share: line 19: `score"),
-        (["--policy", "roco_easykv", "--set", "generated=1"], "line 22: `keep` may protect more of an answer"),
+        (["--policy", "roco_easykv", "--set", "generated=1"], "line 22: `keep top "),
         (["--policy", "tova with budget prompt + budget"], "no `keep` protects all of it; write `keep first prompt`"),
         (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),

@@ -1,4 +1,4 @@
-"""Answers in blocks behind prompts that they share, as a server has them: what a policy does there is what it does in a cache of its own."""
+"""Answers in blocks behind prompts that they share, as a server has them: a policy does there what it does in a cache of its own."""
 
 from __future__ import annotations
 
