@@ -104,9 +104,10 @@ def served(
     longest = max_model_len or _longest(place, config)
     _build(asked)
     told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory}}
-    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--served-model-name": model}
+    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest}
     if not asked.answers:
         ours["--max-num-batched-tokens"] = max(longest, _STEP)
+    ours["--served-model-name"] = model
     if trace is not None:
         if asked.answers:
             raise KvdslError("a request that shares its prompt is not traced yet: leave --kvdsl-trace out")

@@ -8,7 +8,7 @@ makes the policy of the slots behind the prompt: with the budget N, and `positio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Other, Param, Policy, Rank, Reduce, call, is_call
@@ -39,14 +39,16 @@ class Answers:
 
     Attributes:
         policy: with a budget that does not read the prompt.
-        protected: how many tokens `keep` protects in it, for a policy in which more than the budget would cost the prompt's tokens their
+        keeps: what protects tokens in it, as it is written.
+        protected: how many that are, for a policy in which more than the budget would cost the prompt's tokens their
             protection; None for one in which they are the last that yield.
     """
 
     policy: Policy
     protected: Expr | None
+    keeps: str
 
-    def check_room(self, given: dict[str, float], layer: int, layers: int) -> None:
+    def check_room(self, given: Mapping[str, float], layer: int, layers: int) -> None:
         """Raise NotByItselfError where params protect more of an answer than the budget keeps of it.
 
         Args:
@@ -65,7 +67,7 @@ class Answers:
         protected = value_of(self.protected, names)
         if protected is None or budget is None or protected > math.floor(budget):
             raise NotByItselfError(
-                "`keep` may protect more of an answer than the budget keeps of it, and tokens of the prompt would leave",
+                f"`{self.keeps}` may protect more of an answer than the budget keeps of it, and tokens of the prompt would leave",
                 "give a larger budget, protect fewer tokens, or write `keep first prompt`, which yields last",
             )
 
@@ -103,8 +105,8 @@ def of_answers(policy: Policy) -> Answers:
     )
     for name in ("trigger", "slack", "max_drop"):
         _check_fixed(getattr(made, name), f"`{name} {print_expression(getattr(made, name))}`")
-    counts = [keep.count for keep in keeps if keep.count is not None and keep.scope in ("last", "top")]
-    return Answers(fold(made), None if yields_last else _sum(counts))
+    counts = [keep.count for keep in keeps if keep.count is not None]
+    return Answers(fold(made), None if yields_last else _sum(counts), ", ".join(map(print_keep, keeps)))
 
 
 # -- the statements ------------------------------------------------------------------------------------------------------

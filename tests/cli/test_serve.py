@@ -36,6 +36,14 @@ def test_the_command_that_it_becomes(vllm: None) -> None:
     assert options["--port"] == "8001" and options["--served-model-name"] == MODEL
 
 
+def test_where_prompts_are_shared_they_come_in_parts(vllm: None) -> None:
+    """The policy alone says so; steps are as long as vLLM makes them."""
+    done = CliRunner().invoke(command, [MODEL, "--policy", "h2o_answer", "--set", "budget=64", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert json.dumps({"kvdsl": {"policy": "h2o_answer", "budget": 64}}) in done.stdout
+    assert "--max-num-batched-tokens" not in done.stdout
+
+
 def test_how_caches_lie_in_memory_is_told_to_vllm(vllm: None) -> None:
     words = [MODEL, "--policy", "streaming_llm", "--set", "budget=64", "--rope", "cached", "--dry-run"]
     words = shlex.split(CliRunner().invoke(command, words).stdout)
@@ -85,6 +93,11 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
         (["--policy", "adakv"], "shares a budget"),
         (["--policy", "h2o", "--kvdsl-trace", "no/such/folder.html"], "there is no folder for the trace"),
         (["--policy", "h2o", "--set", "budget=0.5"], "a rate of each prompt"),
+        (["--policy", "h2o_answer", "--set", "budget=0.5"], "a rate of each prompt"),
+        (["--policy", "h2o_answer", "--kvdsl-trace", "one.html"], "is not traced yet"),
+        (["--policy", "raas"], "RaaS is not served over prompts that requests share: line 19: `score"),
+        (["--policy", "roco_easykv", "--set", "generated=1"], "line 22: `keep top "),
+        (["--policy", "tova with budget prompt + budget"], "no `keep` protects all of it; write `keep first prompt`"),
         (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),
         (["--policy", "snapkv", "--set", "budget=0.5"], "a rate of each prompt"),

@@ -281,27 +281,19 @@ def test_refusals(asked: dict[str, Any], more: dict[str, Any], said: str) -> Non
         )  # fmt: skip
 
 
-def test_another_engine_of_the_same_process_that_does_not_ask(served: tuple[str, LLM]) -> None:
-    with pytest.raises(Exception, match="leave the policy out in a new process"):
-        engine(None)
-
-
-ASLEEP = """
+ASKED = """
 from tests.vllm.test_serving import engine
-llm = engine(None)
-runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
-print("layers of", {type(layer).__module__ for layer in layers})
-try:
-    engine("h2o")
-except Exception as error:
-    print(error)
+for policy in (None, "h2o", None, "h2o_answer", "h2o"):
+    llm = engine(policy)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
+    print("layers of", *{type(layer).__module__.rpartition(".")[2] for layer in layers})
 """
 
 
-def test_it_sleeps_unless_asked() -> None:
+def test_every_engine_of_a_process_has_the_attention_that_it_asks_for() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"import tests.vllm.conftest\n{ASLEEP}"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"import tests.vllm.conftest\n{ASKED}"], capture_output=True, text=True, check=True
     )
-    assert "layers of {'vllm.v1.attention.backends.cpu_attn'}" in done.stdout, done.stdout + done.stderr
-    assert "ask for a policy in a new process" in done.stdout
+    found = [line.removeprefix("layers of ") for line in done.stdout.splitlines() if line.startswith("layers of ")]
+    assert found == ["cpu_attn", "attention", "cpu_attn", "answers", "attention"], done.stdout + done.stderr

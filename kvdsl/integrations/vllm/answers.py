@@ -4,7 +4,6 @@ blocks behind them. `blocks` says which.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.blocks import AnswerSpec
-from kvdsl.integrations.vllm.page import ALIGNMENT, Page, page
+from kvdsl.integrations.vllm.page import State, page
 from kvdsl.integrations.vllm.refusals import refuse_answers, refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.releases import ANSWERS
 from kvdsl.integrations.vllm.settings import Plan
@@ -79,44 +78,13 @@ class AnswerBackend(AttentionBackend):  # type: ignore[misc]
         refuse_layer(spec, FullAttentionSpec)
         plan = Plan.of(get_current_vllm_config_or_none()) or AnswerAttention.plan
         assert plan is not None
-        state = State.of(plan, spec.num_kv_heads, spec.head_size, spec.dtype)
+        state = _state(plan, spec.num_kv_heads, spec.head_size, spec.dtype)
         state.check_fits(spec.block_size, spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize)
-        return AnswerSpec.of(spec, state.page.slots)
+        return AnswerSpec.of(spec, state.slots)
 
 
-@dataclass(frozen=True)
-class State:
-    """How what is remembered of an answer beside its keys and values lies in a block: where each tensor begins, in bytes.
-
-    Attributes:
-        page: what all of it would be in one page.
-        bytes: of the whole.
-    """
-
-    page: Page
-    places: dict[str, int]
-    bytes: int
-
-    @classmethod
-    def of(cls, plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
-        """In each layer of an engine."""
-        found = page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest)
-        places, at = {}, 0
-        for name in ("position", "columns", "seen"):
-            if name in found.parts:
-                _, shape, kind = found.parts[name]
-                places[name] = at
-                at += -(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT
-        return cls(found, places, at)
-
-    def check_fits(self, block_size: int, token_bytes: int) -> None:
-        """Raise KvdslError unless a block has room; `token_bytes`: of a token's keys and values in a layer."""
-        if self.bytes > block_size * token_bytes:
-            least = -(-self.bytes // token_bytes // 16) * 16
-            raise KvdslError(
-                f"what the policy remembers of an answer takes {self.bytes} bytes in a layer, and a block of {block_size} tokens has "
-                f"{block_size * token_bytes}: say --block-size {max(least, block_size + 16)}, or keep fewer tokens"
-            )
+def _state(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
+    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest))
 
 
 @dataclass(frozen=True)
@@ -283,13 +251,13 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         count, heads, size, width = cache.shape
         assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
         self._blocks = cache.view(count, heads, 2, size, self.head_size)
-        self._lies = State.of(self._plan, heads, self.head_size, self._dtype)
+        self._lies = _state(self._plan, heads, self.head_size, self._dtype)
         state = self._plan.settings.state(layer, self._plan.layers)
-        state.column_index.ring_sizes = self._lies.page.ring_sizes
+        state.column_index.ring_sizes = self._lies.ring_sizes
         self._rings, self._numbers = state.column_index.ring_rows(), state.settings.resolve(torch.ones(1)).contiguous()
         args = DecodeArgs(
             batch=1, kv_heads=heads, group=self.num_heads // heads, key_dim=self.head_size, value_dim=self.head_size,
-            slots=self._lies.page.slots, tokens=1, **strides_of(self._numbers), layer=layer,
+            slots=self._lies.slots, tokens=1, **strides_of(self._numbers), layer=layer,
             head_offset=get_tensor_model_parallel_rank() * heads, seed=state.seed & 0xFFFFFFFF, threads=1, scale=self.scale,
         )  # fmt: skip
         point(args, ring_rows=self._rings, params=self._numbers)
@@ -322,5 +290,5 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
             prompt: tokens of its prompt.
         """
         state = self._blocks[blocks[cdiv(prompt, self._blocks.shape[3])]].flatten().view(torch.uint8)
-        at, count = self._lies.places["position"], self.num_kv_heads * self._lies.page.slots
+        at, count = self._lies.places["position"], self.num_kv_heads * self._lies.slots
         return state[at : at + 4 * count].view(torch.int32).view(self.num_kv_heads, -1).clone()

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.backend import AttentionCall
@@ -102,6 +103,47 @@ class Page:
         for state in states:
             state.evicts, state.selects = left.evicts, left.selects
             state.forget_copies()
+
+
+@dataclass(frozen=True)
+class State:
+    """How what is remembered of an answer beside its keys and values lies in one block, where prompts are shared.
+
+    Attributes:
+        slots: per KV head. ring_sizes: as `Page` has them.
+        places: by name where a tensor begins, in bytes.
+        bytes: of the whole.
+    """
+
+    slots: int
+    ring_sizes: tuple[int, ...]
+    places: Mapping[str, int]
+    bytes: int
+
+    @classmethod
+    def beside(cls, found: Page) -> State:
+        """What one page would have, without keys, values and numbers."""
+        places, at = {}, 0
+        for name in ("position", "columns", "seen"):
+            if name in found.parts:
+                _, shape, dtype = found.parts[name]
+                places[name] = at
+                at += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(found.slots, found.ring_sizes, places, at)
+
+    def check_fits(self, block_size: int, token_bytes: int) -> None:
+        """Raise KvdslError unless a block has room.
+
+        Args:
+            block_size: tokens of a block.
+            token_bytes: of a token's keys and values in a layer.
+        """
+        if self.bytes > block_size * token_bytes:
+            least = -(-self.bytes // (16 * token_bytes)) * 16
+            raise KvdslError(
+                f"what the policy remembers of an answer takes {self.bytes} bytes in a layer, and a block of {block_size} tokens has "
+                f"{block_size * token_bytes}: say --block-size {least}, or keep fewer tokens"
+            )
 
 
 @lru_cache

@@ -1,0 +1,109 @@
+"""Answers in blocks behind prompts that they share, as a server has them: a policy does there what it does in a cache of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.page import State, page
+from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.cpu.answers import Answers
+from kvdsl.runtime.cpu.backend import CpuBackend
+from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
+from kvdsl.runtime.state.layers import slot_state
+
+HEADS, GROUP, DIM, SIZE, KEPT = 2, 3, 40, 8, 6
+PROMPTS = (21, 16)
+"""Tokens of two prompts, of which the first 16 are the same."""
+
+TOKENS = 20
+CPU = torch.device("cpu")
+
+
+def _given(policy: str) -> dict[str, int]:
+    return {"generated" if policy == "roco_easykv" else "budget": KEPT}
+
+
+class Blocks:
+    """Two requests in blocks, of which the first two are both prompts'."""
+
+    def __init__(self, policy: str, dtype: torch.dtype, blocks: torch.Tensor) -> None:
+        settings = Settings(policy, tuple(_given(policy).items()))
+        assert settings.answers
+        self.lies = State.beside(page(settings, HEADS, DIM, dtype, layers=1, longest=100))
+        self.lies.check_fits(SIZE, HEADS * 2 * DIM * dtype.itemsize)
+        state = settings.state(0, 1)
+        self.numbers = state.settings.resolve(torch.ones(1)).contiguous()
+        args = DecodeArgs(
+            batch=1, kv_heads=HEADS, group=GROUP, key_dim=DIM, value_dim=DIM, slots=self.lies.slots, tokens=1,
+            **strides_of(self.numbers), seed=state.seed, threads=1, scale=DIM**-0.5,
+        )  # fmt: skip
+        point(args, params=self.numbers)
+        self.blocks = blocks
+        self.answers = Answers(CpuBackend(settings.spec, CPU, dtype).kernel, args, blocks, self.lies.places)
+
+    def held(self, block: int) -> list[list[int]]:
+        """The places in the text that each KV head holds of an answer."""
+        state = self.blocks[block].flatten().view(torch.uint8)
+        at, count = self.lies.places["position"], HEADS * self.lies.slots
+        position = state[at : at + 4 * count].view(torch.int32).view(HEADS, -1)
+        return [sorted(head[head >= 0].tolist()) for head in position]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", ["h2o_answer", "roco_easykv", "random_answer", "recent_answer"])
+def test_answers_behind_shared_prompts_are_those_of_caches_of_their_own(policy: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    blocks = torch.full((12, HEADS, 2, SIZE, DIM), torch.nan, dtype=dtype)
+    table = torch.tensor([[3, 1, 9, 7, 2], [3, 1, 5, 0, 0]], dtype=torch.int32)  # of the first: prompt, state, answer
+    table[1, 3] = 10
+    vectors = [torch.randn(2, 3, HEADS, PROMPTS[0] + TOKENS, DIM, dtype=torch.float64).to(dtype) for _ in range(2)]
+    keys, values = (torch.stack([vectors[0][r, n] for r in range(2)]) for n in (0, 1))
+    for x in (keys, values):
+        x[1, :, :16] = x[0, :, :16]
+    queries = torch.randn(2, HEADS * GROUP, PROMPTS[0] + TOKENS, DIM, dtype=torch.float64).to(dtype)
+    served = Blocks(policy, dtype, blocks)
+    spec = kvdsl.load(policy).spec
+    alone, caches = CpuBackend(spec, CPU, dtype), []
+    for request, prompt in enumerate(PROMPTS):
+        caches.append(slot_state(spec, dict.fromkeys(spec.params) | _given(policy)))
+        q, k, v = queries[request, :, :prompt], keys[request, :, :prompt], values[request, :, :prompt]
+        alone.prefill(caches[-1], AttentionCall(q[None], k[None], v[None], None, DIM**-0.5))
+        for place in range(prompt):
+            block = blocks[table[request, place // SIZE]]
+            block[:, 0, place % SIZE], block[:, 1, place % SIZE] = k[:, place], v[:, place]
+    for token in range(TOKENS):
+        place = torch.tensor(PROMPTS) + token
+        q, k, v = (torch.stack([x[r, :, place[r]] for r in range(2)]) for x in (queries, keys, values))
+        out = torch.empty_like(q)
+        served.answers.decode_rows(
+            table, (torch.tensor([0, 1]), torch.tensor([0, 1]), place, torch.tensor(PROMPTS)), q, k, v, out
+        )
+        for r, cache in enumerate(caches):
+            call = AttentionCall(q[r, None, :, None], k[r, None, :, None], v[r, None, :, None], None, DIM**-0.5)
+            expected = alone.decode(cache, call)[0, 0]
+            assert torch.allclose(out[r].float(), expected.float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
+            kept = [sorted(head[head >= PROMPTS[r]].tolist()) for head in cache.position[0]]
+            assert served.held(int(table[r, -(-PROMPTS[r] // SIZE)])) == kept
+    assert max(len(head) for head in kept) == KEPT
+
+
+def test_an_answer_that_is_not_where_it_should_be_is_refused() -> None:
+    blocks = torch.zeros(4, HEADS, 2, SIZE, DIM)
+    served = Blocks("recent_answer", torch.float32, blocks)
+    q, k = torch.zeros(1, HEADS * GROUP, DIM), torch.zeros(1, HEADS, DIM)
+    which = (torch.tensor([0]), torch.tensor([0]), torch.tensor([9]), torch.tensor([5]))
+    with pytest.raises(KvdslError):
+        served.answers.decode_rows(torch.tensor([[1, 2, 3]], dtype=torch.int32), which, q, k, k, torch.empty_like(q))
+
+
+def test_a_block_that_is_too_small_names_one_that_is_not() -> None:
+    lies = State(100, (), {}, 5000)
+    with pytest.raises(KvdslError, match="say --block-size 32"):
+        lies.check_fits(16, 160)
+    lies.check_fits(32, 160)
+    with pytest.raises(KvdslError, match="of 16 tokens has 2560"):
+        lies.check_fits(16, 160)
