@@ -243,7 +243,7 @@ class _Collector:
 
     def _brought(self, step: syn.Prompt | syn.Incoming, known: Mapping[str, syn.Named]) -> Iterator[Name]:
         """The given values that tokens of a test bring."""
-        for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
+        for token in step.tokens:
             for word in (one.name for one in token.brought if one.name is not None):
                 given = known.get(word.text)
                 if isinstance(given, syn.Given):
