@@ -11,7 +11,7 @@ from kvdsl.explain import DTYPES
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, ParamRef, Policy, TensorRef, is_call
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import has, parts_of, walk
 from kvdsl.lower.plan import PackagePlan
 from kvdsl.memory import keeps_halves, slots_of_a_block
 from kvdsl.passes.columns import add_columns
@@ -158,7 +158,7 @@ class Facts:
 def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts:
     """What there is to know of a checked policy in a model with this head size and dtype."""
     values = _values(policy)
-    read = {node.name for _, expr in statements(policy) for node in walk(expr) if isinstance(node, Input)}
+    read = {node.name for _, expr in statements(policy) for node in parts_of(expr, Input)}
     return Facts(
         policy=policy,
         plan=plan_of(policy),
@@ -248,7 +248,7 @@ def _state(column: Column, lowered: Policy, values: dict[str, float]) -> State:
 
 def _readers(column: Column, lowered: Policy) -> Iterator[str]:
     def reads(expr: Expr) -> bool:
-        return any(isinstance(node, ColumnRef) and node.name == column.name for node in walk(expr))
+        return has(expr, ColumnRef, name=column.name)
 
     yield from dict.fromkeys(name for name, expr in statements(lowered) if reads(expr))
     yield from (other.name for other in lowered.columns if other is not column and reads(other.body))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
-from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor, is_call
+from kvdsl.ir.nodes import Call, Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import has, parts_of, walk
 
 Rows = dict[str, list[str]]
 
@@ -97,9 +97,8 @@ def _evicts(policy: Policy) -> Iterator[str]:
     if policy.budget is None or policy.score is None:
         yield "nothing, ever"
         return
-    score, parts = print_expression(policy.score), list(walk(policy.score))
-    chance = any(is_call(node, "random") for node in parts)
-    if chance and not any(isinstance(node, Input) and INPUTS[node.name].axes for node in parts):
+    score, chance = print_expression(policy.score), has(policy.score, Call, op="random")
+    if chance and not any(INPUTS[node.name].axes for node in parts_of(policy.score, Input)):
         yield f"by lot: the token with the lowest {score} leaves first"
     else:
         lots = "; `random()` is a lot that each token draws anew" if chance else ""

@@ -16,7 +16,7 @@ import numpy as np
 from kvdsl.interp.evaluate import Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce
 from kvdsl.ir.ops import REDUCTIONS, RULES
-from kvdsl.ir.visitors import children, expressions, walk
+from kvdsl.ir.visitors import children, expressions, parts_of, walk
 
 Values = Callable[[Expr], Array]
 """The value of an expression at the slots in question, [n], at this moment; of a fold, what it comes to next."""
@@ -234,8 +234,8 @@ def _read_before_reading(columns: tuple[Column, ...]) -> tuple[Column, ...]:
     by_name = {column.name: column for column in columns if column.rule not in ("fold", "prune")}
 
     def with_what_it_reads(column: Column) -> Iterator[Column]:
-        for part in walk(column.body):
-            if isinstance(part, ColumnRef) and part.name in by_name:
+        for part in parts_of(column.body, ColumnRef):
+            if part.name in by_name:
                 yield from with_what_it_reads(by_name[part.name])
         yield column
 

@@ -9,7 +9,7 @@ queries (the tokens that attend), slots (the cached tokens) and dims (of a key, 
 """
 
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
@@ -263,6 +263,21 @@ def walk(expr: Expr) -> Iterator[Expr]:
         yield from walk(child)
 
 
+Kind = TypeVar("Kind", bound=Expression)
+
+
+def parts_of(expr: Expr, kind: type[Kind], **having: object) -> Iterator[Kind]:
+    """The nodes of a kind in an expression, outermost first, whose fields have these values."""
+    for part in walk(expr):
+        if isinstance(part, kind) and all(getattr(part, name) == value for name, value in having.items()):
+            yield part
+
+
+def has(expr: Expr, kind: type[Expression], **having: object) -> bool:
+    """Whether there is one."""
+    return next(parts_of(expr, kind, **having), None) is not None
+
+
 # -- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -443,9 +458,7 @@ class Policy(Node):
     @property
     def heads_vote(self) -> bool:
         """Whether what a decode query attends to is chosen by what all KV heads of a layer find."""
-        return self.select is not None and any(
-            isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(self.select.by)
-        )
+        return self.select is not None and has(self.select.by, Reduce, axis=Axis.HEAD)
 
     @property
     def reuses(self) -> bool:
@@ -460,9 +473,7 @@ class Policy(Node):
     @property
     def reads_text(self) -> bool:
         """Whether the score reads the queries of the whole prompt."""
-        return self.score is not None and any(
-            isinstance(part, Reduce) and part.within == "text" for part in walk(self.score)
-        )
+        return self.score is not None and has(self.score, Reduce, within="text")
 
     @property
     def rotates(self) -> bool:

@@ -9,6 +9,8 @@ from typing import TypeVar
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, TensorRef
 from kvdsl.ir.nodes import children as children
+from kvdsl.ir.nodes import has as has
+from kvdsl.ir.nodes import parts_of as parts_of
 from kvdsl.ir.nodes import walk as walk
 from kvdsl.ir.ops import OF_QUERY_HEADS
 
@@ -17,10 +19,12 @@ _Inside = TypeVar("_Inside", bound=Node)
 
 def of_query_heads(expr: Expr) -> bool:
     """Whether an expression reads what each query head has of its own."""
-    return any(
-        (isinstance(part, TensorRef) and part.group) or (isinstance(part, Input) and part.name in OF_QUERY_HEADS)
-        for part in walk(expr)
-    )
+    return has(expr, TensorRef, group=True) or reads(expr, *OF_QUERY_HEADS)
+
+
+def reads(expr: Expr, *names: str) -> bool:
+    """Whether an expression reads one of the inputs."""
+    return any(part.name in names for part in parts_of(expr, Input))
 
 
 def of_one_slot(body: Expr) -> Iterator[Expr]:

@@ -21,7 +21,7 @@ from kvdsl.ir.nodes import (
     is_call,
 )
 from kvdsl.ir.ops import POOLS
-from kvdsl.ir.visitors import children, of_query_heads, rewrite, walk
+from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, rewrite
 from kvdsl.lower.cpp_expressions import (
     CAN,
     DIM,
@@ -51,7 +51,6 @@ from kvdsl.lower.expression import (
     is_vector,
     names_of,
     of_slot_and_other,
-    reads,
     size_of,
     texts,
     uses_of,
@@ -477,7 +476,7 @@ def _select(step: Step) -> SelectPlan | None:
     voted = None if select.of_votes is None else _expression(step, select.of_votes, named)
     if voted is not None and voted.alone:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
-    if select.count and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(select.count)):
+    if select.count and has(select.count, Reduce, within="sketch"):
         raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before a sketch is found anew")
     return SelectPlan(
         by=by,
@@ -499,9 +498,7 @@ def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
         names: of what the heads of the layer have found.
     """
     own = rewrite(by, lambda part: Number(value=0) if part in names else None)
-    compared = (
-        part for part in walk(own) if isinstance(part, Rank) or (isinstance(part, Reduce) and part.axis is Axis.SLOT)
-    )
+    compared: list[Expr] = [*parts_of(own, Rank), *parts_of(own, Reduce, axis=Axis.SLOT)]
     alone = any(of_query_heads(part) for part in compared)
     reductions, hoisted = _hoist("row", [by], names, alone=alone)
     printer = SlotPrinter("row", hoisted, alone=alone)
@@ -512,7 +509,7 @@ def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
 
 def _sketch(by: Expr) -> Value:
     """What the dims rank by."""
-    if any(isinstance(part, ColumnRef) for part in walk(by)):
+    if has(by, ColumnRef):
         raise NotLowerable("a sketch by what the caller gives")
     before, hoisted = _hoist("row", [by])
     value = DimPrinter("row", hoisted).value(by)

@@ -27,7 +27,7 @@ from kvdsl.ir.nodes import (
     is_call,
 )
 from kvdsl.ir.ops import COMPARISONS, CONDITIONS, LOGICAL, POOLS, RANGES
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import children, has, reads
 
 T = TypeVar("T")
 
@@ -43,14 +43,9 @@ def is_condition(expr: Expr) -> bool:
     return is_call(expr, *CONDITIONS) or (isinstance(expr, Other) and is_condition(expr.body))
 
 
-def reads(expr: Expr, *names: str) -> bool:
-    """Whether the expression reads one of the inputs."""
-    return any(isinstance(node, Input) and node.name in names for node in walk(expr))
-
-
 def reads_vectors(expr: Expr, *names: str) -> bool:
     """Whether the expression reads one of the inputs, or a tensor that has a number for every dim."""
-    return reads(expr, *names) or any(isinstance(node, TensorRef) and node.dims for node in walk(expr))
+    return reads(expr, *names) or has(expr, TensorRef, dims=True)
 
 
 def dims_of(body: Expr) -> str:

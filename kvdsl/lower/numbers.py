@@ -12,8 +12,8 @@ from kvdsl.budget import offers_ratio
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
-from kvdsl.ir.visitors import walk
-from kvdsl.lower.expression import Fragment, fragment, names_of, reads, size_of, spelled, texts, uses_of
+from kvdsl.ir.visitors import has, parts_of, reads, walk
+from kvdsl.lower.expression import Fragment, fragment, names_of, size_of, spelled, texts, uses_of
 from kvdsl.lower.torch_expressions import NumberPrinter
 
 STAGES: Mapping[str, int] = MappingProxyType({"trigger": 1, "slack": 0, "max_drop": 0})
@@ -80,7 +80,7 @@ def numbers_plan(policy: Policy) -> NumbersPlan:
 
 def heads_differ(policy: Policy) -> bool:
     """Whether a number that counts tokens reads a tensor that has one for every KV head of a layer."""
-    read = {node.name for expr in _numbers_of(policy) for node in walk(expr) if isinstance(node, TensorRef)}
+    read = {node.name for expr in _numbers_of(policy) for node in parts_of(expr, TensorRef)}
     return any(tensor.name in read and "heads" in tensor.axes for tensor in policy.tensors)
 
 
@@ -128,12 +128,10 @@ def _resolve(policy: Policy) -> Iterator[Fragment]:
 
 def _ahead_of_the_budget(policy: Policy) -> list[Param]:
     """The params up to the last that the budget reads, without those that read the budget, themselves or by params before them."""
-    awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
+    awaited = {node.name for node in parts_of(policy.budget, ParamRef)} if policy.budget else set()
     behind, ahead, count = set[str](), list[Param](), 0
     for param in policy.params:
-        nodes = list(walk(param.default))
-        reads = any(isinstance(node, Input) and node.name == "budget" for node in nodes)
-        if reads or behind & {node.name for node in nodes if isinstance(node, ParamRef)}:
+        if reads(param.default, "budget") or behind & {node.name for node in parts_of(param.default, ParamRef)}:
             behind.add(param.name)
             continue
         ahead.append(param)
@@ -318,4 +316,4 @@ def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:
 
 
 def _refers(exprs: list[Expr], name: str) -> bool:
-    return any(node == ParamRef(name=name) for expr in exprs for node in walk(expr))
+    return any(has(expr, ParamRef, name=name) for expr in exprs)

@@ -11,9 +11,9 @@ from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Axis, Expr, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
-from kvdsl.ir.visitors import everywhere, walk
+from kvdsl.ir.visitors import everywhere, parts_of, reads
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable, reads, reads_vectors, size_of, spelled
+from kvdsl.lower.expression import NotLowerable, reads_vectors, size_of, spelled
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
 from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
@@ -227,9 +227,9 @@ def _tensors_in_order(policy: Policy) -> Policy:
 def _tensors_of_values(policy: Policy) -> bool:
     """Whether a reduction over dims has dims of tensors beside those of values."""
     return any(
-        isinstance(node, Reduce) and node.axis is Axis.DIM and reads(node.body, "v") and reads_vectors(node.body)
+        reads(node.body, "v") and reads_vectors(node.body)
         for expr in everywhere(policy)
-        for node in walk(expr)
+        for node in parts_of(expr, Reduce, axis=Axis.DIM)
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _VIEWS = frozenset({"unsqueeze", "number", "scalar", "exact", "vector", "vectors", "column", "ring", "double", "item"})
 """Calls that are not worth a name."""
@@ -62,8 +63,8 @@ def _places(text: str) -> Iterator[_Place]:
         module = ast.parse(_as_function(text))
     for statement in module.body[0].body:  # type: ignore[attr-defined]
         for node in _outside_lambdas(statement):
-            if isinstance(node, ast.expr) and _worth(node):
-                assert node.end_lineno is not None and node.end_col_offset is not None
+            if _WORTH.get(type(node), lambda _: False)(node):
+                assert isinstance(node, ast.expr) and node.end_lineno is not None and node.end_col_offset is not None
                 begin = starts[node.lineno - 2] + node.col_offset - 1
                 end = starts[node.end_lineno - 2] + node.end_col_offset - 1
                 yield _Place(node, begin, end, starts[statement.lineno - 2])
@@ -82,12 +83,13 @@ def _outside_lambdas(node: ast.AST) -> Iterator[ast.AST]:
             yield from _outside_lambdas(child)
 
 
-def _worth(node: ast.expr) -> bool:
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr not in _VIEWS
-    if isinstance(node, ast.UnaryOp):
-        return not isinstance(node.operand, (ast.Constant, ast.Name, ast.Attribute))
-    return isinstance(node, (ast.BinOp, ast.Compare))
+_WORTH: dict[type[ast.AST], Callable[[Any], bool]] = {
+    ast.Call: lambda call: isinstance(call.func, ast.Attribute) and call.func.attr not in _VIEWS,
+    ast.UnaryOp: lambda unary: not isinstance(unary.operand, (ast.Constant, ast.Name, ast.Attribute)),
+    ast.BinOp: lambda _: True,
+    ast.Compare: lambda _: True,
+}
+"""Whether an expression is worth a name, by its kind; others are not."""
 
 
 def _called(node: ast.expr) -> str:

@@ -25,9 +25,10 @@ from kvdsl.ir.nodes import (
     Reduce,
     Tensor,
     call,
+    is_call,
 )
 from kvdsl.ir.ops import POOLS
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import has, parts_of
 from kvdsl.lower.expression import NotLowerable, Target
 from kvdsl.lower.numbers import STAGES, NumbersPlan
 from kvdsl.passes.normal import in_parts
@@ -116,7 +117,7 @@ class Eviction(Node):
     @property
     def pools(self) -> bool:
         """Whether the score pools. A pool goes by what may not leave, so that the score is found behind all else."""
-        return any(isinstance(part, Call) and part.op in POOLS for part in walk(self.score))
+        return any(has(self.score, Call, op=pool) for pool in POOLS)
 
     @property
     def overflow(self) -> dict[str, int | None]:
@@ -148,7 +149,7 @@ class Selection(Node):
     @property
     def votes(self) -> tuple[Reduce, ...]:
         """What a query goes by of all KV heads of the layer."""
-        return tuple(dict.fromkeys(part for part in walk(self.by) if isinstance(part, Reduce) and part.axis is Axis.HEAD))
+        return tuple(dict.fromkeys(parts_of(self.by, Reduce, axis=Axis.HEAD)))
 
     @property
     def of_head(self) -> Expr:
@@ -330,7 +331,7 @@ def form_of(by: Expr) -> str:
     if _factors(by.body) == {Input(name="q"), _of_page("mean")}:
         return "page_mean"
     bounds = {frozenset({Input(name="q"), _of_page(op)}) for op in ("min", "max")}
-    if isinstance(by.body, Call) and by.body.op == "max" and {frozenset(_factors(arg)) for arg in by.body.args} == bounds:
+    if is_call(by.body, "max") and {frozenset(_factors(arg)) for arg in by.body.args} == bounds:
         return "page_bound"
     return "expression"
 
@@ -340,4 +341,4 @@ def _of_page(op: str) -> Reduce:
 
 
 def _factors(expr: Expr) -> set[Expr]:
-    return {*expr.args} if isinstance(expr, Call) and expr.op == "*" else set()
+    return {*expr.args} if is_call(expr, "*") else set()

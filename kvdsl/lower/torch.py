@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce
 from kvdsl.ir.ops import FIXED
-from kvdsl.ir.visitors import of_query_heads, walk
+from kvdsl.ir.visitors import of_query_heads, parts_of
 from kvdsl.lower.expression import Fragment, fragment, names_of, texts, uses_of
 from kvdsl.lower.sharing import shared
 from kvdsl.lower.step import Step, for_target, in_layers
@@ -93,7 +93,7 @@ def _function(view: str, lines: list[Fragment]) -> tuple[str, ...]:
 
 def _score(score: Expr) -> list[Fragment]:
     """What slots score; each reduction over the text is found once."""
-    texts = dict.fromkeys(part for part in walk(score) if isinstance(part, Reduce) and part.within == "text")
+    texts = dict.fromkeys(parts_of(score, Reduce, within="text"))
     names: dict[Expr, str] = {}
     lines = []
     for number, part in enumerate(texts, 1):

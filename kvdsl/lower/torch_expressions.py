@@ -15,7 +15,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef, call, is_call
 from kvdsl.ir.ops import FIXED, INPUTS, OF_QUERY_HEADS, POOLS, functions_of
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import of_query_heads, walk
+from kvdsl.ir.visitors import has, of_query_heads
 from kvdsl.lower.expression import (
     ATOM,
     Code,
@@ -427,7 +427,7 @@ class _PairPrinter(TensorPrinter):
         slots = TensorPrinter(self._view, dims=self._dims, names=self._names)
         if isinstance(expr, Other):
             return _listed(self.others, "other", slots(expr.body))
-        if Axis.OTHER not in axes_of(expr) and (axes_of(expr) or any(isinstance(part, Reduce) for part in walk(expr))):
+        if Axis.OTHER not in axes_of(expr) and (axes_of(expr) or has(expr, Reduce)):
             return _listed(self.own, "own", slots(expr))
         return super().__call__(expr, at_least)
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import reduce
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Number
-from kvdsl.ir.visitors import mapped
+from kvdsl.ir.visitors import mapped, reads
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
     Use,
     fragment,
     names_of,
-    reads,
     spelled,
     texts,
     uses_of,

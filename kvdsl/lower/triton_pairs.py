@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Other, Reduce, walk
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Other, Reduce, parts_of
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
@@ -63,9 +63,7 @@ def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callabl
 
 def _products(body: Expr) -> Iterator[Reduce]:
     """The products of a slot's vectors and the other one's."""
-    for part in dict.fromkeys(walk(body)):
-        if isinstance(part, Reduce) and part.axis is Axis.DIM and Axis.OTHER in axes_of(part):
-            yield part
+    yield from (part for part in dict.fromkeys(parts_of(body, Reduce, axis=Axis.DIM)) if Axis.OTHER in axes_of(part))
 
 
 def _vectors(product: Reduce, names: dict[Expr, str], row: Row) -> tuple[Fragment, Fragment]:

@@ -166,7 +166,7 @@ def _of_test(kind: type[Named], document: Document, offset: int) -> Iterator[Nam
     if document.module is None:
         return
     tests = [test for test in document.module.syntax.tests if test.span.start <= offset]
-    used = [step.policy.text for test in tests[-1:] for step in test.steps if isinstance(step, syn.Use)]
+    used = [step.policy.text for test in tests[-1:] for step in test.of(syn.Use)]
     for policy, module in document.module.policies():
         if policy.name.text in used:
             yield from _defined(kind, policy, module)

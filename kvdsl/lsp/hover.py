@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from lsprotocol import types as lsp
 
@@ -73,20 +74,13 @@ _SINGLE = {
 
 
 def _name(document: Document, name: Name) -> Iterator[str]:
-    if name.kind == "param" and name.text != "budget":
-        yield from _param(document, name)
-    elif name.text == "budget":
-        yield from _param(document, name) if name.param is not None else _built_in(name.text)
-    elif name.tensor is not None:
-        yield from _tensor(document, name.tensor)
-    elif name.given is not None:
-        yield f"```kv\n{name.given.span.quoted(200)}\n```"
-        yield "one number per slot and KV head, which the caller gives when the token comes in"
-    elif name.let is not None:
-        head = name.let.span.quoted(200)
-        yield f"```kv\n{head}\n```"
-        if name.let.span.file is not document.source:
-            yield f"defined in `{name.let.span.file.name}`"
+    if name.statement is not None:
+        span = name.statement.span
+        yield f"```kv\n{span.quoted(200)}\n```"
+        if name.kind in _DEFINED:
+            yield from _DEFINED[name.kind](document, name.statement)
+        if name.kind in ("tensor", "let", "function") and span.file is not document.source:
+            yield f"defined in `{span.file.name}`"
     elif name.kind in ("input", "built-in"):
         yield from _built_in(name.text)
     elif name.kind == "policy":
@@ -95,24 +89,26 @@ def _name(document: Document, name: Name) -> Iterator[str]:
         yield f"`{name.text}`: an argument of the function"
 
 
-def _param(document: Document, name: Name) -> Iterator[str]:
-    if name.param is None:
-        return
-    yield f"```kv\n{name.param.span.quoted(200)}\n```"
-    known = None if document.facts is None else document.facts.values.get(name.text)
-    if known is not None and not isinstance(name.param.value, syn.Constant):
+def _param(document: Document, param: syn.Param) -> Iterator[str]:
+    known = None if document.facts is None else document.facts.values.get(param.name.text)
+    if known is not None and not isinstance(param.value, syn.Constant):
         yield f"by default {print_number(known)}"
-    if name.text == "budget":
+    if param.name.text == "budget":
         yield "of `budget` a whole number of tokens, or a rate of the prompt: `0.25` is a quarter of it"
 
 
-def _tensor(document: Document, tensor: syn.Tensor) -> Iterator[str]:
-    yield f"```kv\n{tensor.span.quoted(200)}\n```"
+def _tensor(_: Document, tensor: syn.Tensor) -> Iterator[str]:
     yield "this layer's and KV head's numbers" + (
         ", one for each dim of a key" if any(a.text == "dims" for a in tensor.axes) else ""
     )
-    if tensor.span.file is not document.source:
-        yield f"defined in `{tensor.span.file.name}`"
+
+
+def _given(_: Document, given: syn.Given) -> Iterator[str]:
+    yield "one number per slot and KV head, which the caller gives when the token comes in"
+
+
+_DEFINED: Mapping[str, Callable[[Document, Any], Iterator[str]]] = {"param": _param, "tensor": _tensor, "given": _given}
+"""What is said of a name behind its definition, by its kind."""
 
 
 def _built_in(name: str) -> Iterator[str]:

@@ -23,22 +23,28 @@ class Name:
     Attributes:
         target: the name where it is defined, perhaps in another file; None of what is built in.
         defines: whether it stands where it is defined, or defined anew.
-        let: the definition of a let or function.
+        statement: the definition of a param, a tensor, a given value, a let or a function.
     """
 
     span: Span
     kind: Kind
     target: Span | None
     defines: bool = False
-    let: syn.Let | None = None
-    param: syn.Param | None = None
-    tensor: syn.Tensor | None = None
-    given: syn.Given | None = None
+    statement: syn.Named | None = None
 
     @property
     def text(self) -> str:
         """How it is spelled."""
         return self.span.text
+
+
+_KINDS: Mapping[type, Kind] = {syn.Param: "param", syn.Tensor: "tensor", syn.Given: "given", syn.Let: "function"}
+
+
+def _named(span: Span, statement: syn.Named, target: Span | None = None) -> Name:
+    """What a statement defines, where its name stands; with a target, where it is defined, or defined anew."""
+    kind = "let" if isinstance(statement, syn.Let) and statement.parameters is None else _KINDS[type(statement)]
+    return Name(span, kind, target or statement.name.span, defines=target is not None, statement=statement)
 
 
 @dataclass(frozen=True)
@@ -150,26 +156,18 @@ class _Collector:
     # -- statements ------------------------------------------------------------------------------------------------------
 
     def _statement(self, statement: syn.Statement) -> Iterator[Name]:
+        if not isinstance(statement, syn.Named):
+            yield from self._parts(statement)
+            return
+        first = self.inner.get(statement.name.text, statement).name.span
         if isinstance(statement, syn.Let):
-            first = self.inner.get(statement.name.text, statement)
-            yield from self._let(statement, first.name.span)
-        elif isinstance(statement, syn.Param):
-            first = self.inner.get(statement.name.text, statement)
-            yield Name(statement.name.span, "param", first.name.span, defines=True, param=statement)
-            yield from self._parts(statement)
-        elif isinstance(statement, syn.Tensor):
-            first = self.inner.get(statement.name.text, statement)
-            yield Name(statement.name.span, "tensor", first.name.span, defines=True, tensor=statement)
-        elif isinstance(statement, syn.Given):
-            first = self.inner.get(statement.name.text, statement)
-            yield Name(statement.name.span, "given", first.name.span, defines=True, given=statement)
-            yield from self._parts(statement)
+            yield from self._let(statement, first)
         else:
+            yield _named(statement.name.span, statement, first)
             yield from self._parts(statement)
 
     def _let(self, let: syn.Let, target: Span) -> Iterator[Name]:
-        kind: Kind = "let" if let.parameters is None else "function"
-        yield Name(let.name.span, kind, target, defines=True, let=let)
+        yield _named(let.name.span, let, target)
         local = {one.name.text: one.name for one in let.parameters or ()}
         for one in let.parameters or ():
             yield Name(one.name.span, "argument", one.name.span, defines=True)
@@ -202,9 +200,9 @@ class _Collector:
                 yield from self._argument(argument, function, local)
 
     def _argument(self, argument: syn.Argument, function: Name, local: Mapping[str, syn.Word]) -> Iterator[Name]:
-        if argument.keyword is not None and function.let is not None:
-            word = argument.keyword
-            target = next((one.name.span for one in function.let.parameters or () if one.name.text == word.text), None)
+        if argument.keyword is not None and isinstance(function.statement, syn.Let):
+            word, parameters = argument.keyword, function.statement.parameters or ()
+            target = next((one.name.span for one in parameters if one.name.text == word.text), None)
             yield Name(word.span, "argument", target)
         yield from self._expr(argument.value, local)
         for count in () if argument.over is None else (argument.over.last, argument.over.after):
@@ -215,14 +213,8 @@ class _Collector:
         if text in local:
             return Name(span, "argument", local[text].span)
         found = self.inner.get(text) or self.outer.get(text)
-        if isinstance(found, syn.Param):
-            return Name(span, "param", found.name.span, param=found)
-        if isinstance(found, syn.Tensor):
-            return Name(span, "tensor", found.name.span, tensor=found)
-        if isinstance(found, syn.Given):
-            return Name(span, "given", found.name.span, given=found)
-        if isinstance(found, syn.Let):
-            return Name(span, "let" if found.parameters is None else "function", found.name.span, let=found)
+        if found is not None:
+            return _named(span, found)
         return Name(span, "input" if text in NAMED_INPUTS and text not in NAMED_FUNCTIONS else "built-in", None)
 
     # -- tests -----------------------------------------------------------------------------------------------------------
@@ -237,14 +229,14 @@ class _Collector:
             elif isinstance(step, syn.Set):
                 param = known.get(step.name.text)
                 if isinstance(param, syn.Param):
-                    yield Name(step.name.span, "param", param.name.span, param=param)
+                    yield _named(step.name.span, param)
             elif isinstance(step, (syn.Prompt, syn.Incoming)):
                 yield from self._brought(step, known)
 
     def _brought(self, step: syn.Prompt | syn.Incoming, known: Mapping[str, syn.Named]) -> Iterator[Name]:
         """The given values that tokens of a test bring."""
-        for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
+        for token in step.tokens:
             for word in (one.name for one in token.brought if one.name is not None):
                 given = known.get(word.text)
                 if isinstance(given, syn.Given):
-                    yield Name(word.span, "given", given.name.span, given=given)
+                    yield _named(word.span, given)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Expr, Input, Keep, Node, Number, Other, Policy, Rank, Reduce, Within, call, is_call
 from kvdsl.ir.ops import CONDITIONS, FIXED, FUNCTIONS, OPERATORS, REDUCTIONS, Formula
-from kvdsl.ir.visitors import bottom_up, children, mapped, rewrite, walk, with_children, with_policy
+from kvdsl.ir.visitors import bottom_up, children, mapped, parts_of, rewrite, walk, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
 
 POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="live")
@@ -101,7 +101,7 @@ def same_key(condition: Expr) -> tuple[Expr, float] | None:
 
 def of_the_other(body: Expr) -> Expr | None:
     """What a body says of the other slot alone, as of the slot itself; None if it reads the slot's own, too."""
-    if Axis.SLOT in axes_of(body) or any(isinstance(part, Reduce) and Axis.OTHER in axes_of(part) for part in walk(body)):
+    if Axis.SLOT in axes_of(body) or any(Axis.OTHER in axes_of(part) for part in parts_of(body, Reduce)):
         return None
     return rewrite(body, lambda part: part.body if isinstance(part, Other) else None)  # whose own others are its own
 

@@ -10,7 +10,7 @@ from kvdsl.budget import as_written
 from kvdsl.diagnostics import Diagnostic, Label, Sink, did_you_mean, listed
 from kvdsl.ir.nodes import Input, Policy
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import expressions, walk
+from kvdsl.ir.visitors import expressions, parts_of
 from kvdsl.passes.columns import add_columns
 from kvdsl.reference import PLACES, VALUES, VECTORS
 from kvdsl.scenarios.scenario import Scenario
@@ -77,7 +77,7 @@ class _Check:
 
     def check(self) -> Scenario | None:
         self._order()
-        use = next((step for step in self.test.steps if isinstance(step, syn.Use)), None)
+        use = next(iter(self.test.of(syn.Use)), None)
         heads, group = self._heads(), self._same_size(self._brought("query"), "query heads")
         key_dim, value_dim = max(1, self._dims("query", "key")), max(1, self._dims("value"))
         policy = None if use is None else self._policy(use)
@@ -102,7 +102,7 @@ class _Check:
 
     def _order(self) -> None:
         steps = self.test.steps
-        if not any(isinstance(step, syn.Use) for step in steps):
+        if not self.test.of(syn.Use):
             self._report(
                 codes.TEST_POLICY, self.test.title.span, "the test does not say its policy", "begin it with `use NAME`"
             )
@@ -112,7 +112,7 @@ class _Check:
                 self._order_of_expect(step, before)
             else:
                 self._order_of_others(step, before)
-        if not any(isinstance(step, syn.Expect) for step in steps):
+        if not self.test.of(syn.Expect):
             help = "say what holds after the last token, `expect kept 0, 2`"
             self._report(codes.TEST_OF_NOTHING, self.test.title.span, "the test expects nothing", help)
 
@@ -153,8 +153,8 @@ class _Check:
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     def _tokens(self) -> Iterator[syn.Incoming]:
-        for step in self.test.steps:
-            yield from step.tokens if isinstance(step, syn.Prompt) else (step,) if isinstance(step, syn.Incoming) else ()
+        for step in self.test.texts:
+            yield from step.tokens
 
     def _brought(self, *kinds: str) -> list[syn.Brought]:
         return [one for token in self._tokens() for one in token.brought if one.kind in kinds]
@@ -168,7 +168,7 @@ class _Check:
                 if kind in kinds:
                     self._report(codes.TEST_SIZE, one.span, f"`{kind}` is given twice")
                 kinds.add(kind)
-        expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
+        expects = [(step.span, len(step.heads)) for step in self.test.of(syn.Expect) if step.heads]
         counts = [*((one.span, len(one.heads)) for one in self._brought("attend", "given", *VECTORS)), *expects]
         several = [(span, count) for span, count in counts if count > 1]
         for span, count in several[1:]:
@@ -202,7 +202,7 @@ class _Check:
     # -- the policy --------------------------------------------------------------------------------------------------
 
     def _layer(self, use: syn.Use) -> tuple[int, int]:
-        said = {one.name.text: one.value for one in self.test.steps if isinstance(one, syn.Set)}
+        said = {one.name.text: one.value for one in self.test.of(syn.Set)}
         layer, layers = use.layer or said.get("layer"), use.layers or said.get("layers")
         number, count = (default if one is None else one.value for one, default in ((layer, 0.0), (layers, 1.0)))
         if number.is_integer() and count.is_integer() and 0 <= number < count:
@@ -224,7 +224,7 @@ class _Check:
             return None
         settings = self._settings(*found)
         policy, errors = self._checked(*found, settings)
-        expected = next((s for s in self.test.steps if isinstance(s, syn.Expect) and s.what == "error"), None)
+        expected = self.test.expected_error
         if expected is not None and expected.word is not None and any(expected.word.text in e.message for e in errors):
             return None
         if errors and settings:
@@ -237,8 +237,8 @@ class _Check:
         params = list(resolve(policy, where, Sink()).names.items())
         names = [name for name, placed in params if isinstance(placed.statement, syn.Param)]
         settings = {}
-        for step in self.test.steps:
-            if not isinstance(step, syn.Set) or step.name.text in ("layer", "layers"):
+        for step in self.test.of(syn.Set):
+            if step.name.text in ("layer", "layers"):
                 continue
             if step.name.text not in names:
                 help = did_you_mean(step.name.text, names)
@@ -329,7 +329,7 @@ class _Meaning:
             self.report(codes.TEST_STEP, query.span, message, "write one of them")
             return
         exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
-        reads = {part.name for expr in exprs for part in walk(expr) if isinstance(part, Input)}
+        reads = {part.name for expr in exprs for part in parts_of(expr, Input)}
         why = "selects what a query attends to" if self.policy.select is not None else None
         why = "reads the prompt's queries" if why is None and self.policy.reads_text else why
         why = next((f"reads `{name}`" for name in ("q", "logit") if name in reads), None) if why is None else why

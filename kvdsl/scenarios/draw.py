@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdsl.interp.evaluate import Array
 from kvdsl.ir.nodes import Input, Policy
-from kvdsl.ir.visitors import everywhere, expressions, walk
+from kvdsl.ir.visitors import everywhere, expressions, parts_of, reads
 
 DIMS = 4
 
@@ -54,7 +54,7 @@ class Form:
     def reads(self) -> frozenset[str]:
         """The inputs that any of them reads when tokens leave."""
         exprs = [expr for policy in self.policies for expr in expressions(policy)]
-        return frozenset(part.name for expr in exprs for part in walk(expr) if isinstance(part, Input))
+        return frozenset(part.name for expr in exprs for part in parts_of(expr, Input))
 
     @property
     def by_vectors(self) -> bool:
@@ -75,14 +75,8 @@ class Form:
         """The layers, counted from 0, of how many, in which the policies may do different things."""
         ranged = any(policy.layers is not None for policy in self.policies)
         ranged |= any((policy.select.low or policy.select.high) is not None for policy in self.policies if policy.select)
-        numbers = {
-            part.name
-            for policy in self.policies
-            for expr in everywhere(policy)
-            for part in walk(expr)
-            if isinstance(part, Input)
-        }
-        return [(0, 1), (0, 4), (3, 4)] if ranged or numbers & {"layer", "layers"} else [(0, 1)]
+        counted = any(reads(expr, "layer", "layers") for policy in self.policies for expr in everywhere(policy))
+        return [(0, 1), (0, 4), (3, 4)] if ranged or counted else [(0, 1)]
 
     def draw(self, random: np.random.Generator, size: int) -> Drawn:
         """A text of somewhat more than `size` tokens, of which most come in together, or few; numbers are short."""

@@ -125,7 +125,7 @@ class _Run:
 
     def steps(self) -> None:
         """Takes the test's steps."""
-        expected = self.scenario.expected_error
+        expected = self.scenario.test.expected_error
         try:
             self._take()
         except _RefusedError as refused:
@@ -139,7 +139,7 @@ class _Run:
             raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` takes this")
 
     def _take(self) -> None:
-        if not any(self.scenario.tokens):
+        if not self.scenario.test.texts:
             self._check_without_tokens()
         for number, step in enumerate(self.scenario.test.steps):
             self.taken = number

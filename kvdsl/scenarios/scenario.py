@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,16 +38,6 @@ class Scenario:
     def title(self) -> str:
         """What the test is called."""
         return self.test.title.text
-
-    @property
-    def tokens(self) -> Iterator[syn.Prompt | syn.Incoming]:
-        """What comes in: prompts, and tokens by themselves."""
-        return (step for step in self.test.steps if isinstance(step, (syn.Prompt, syn.Incoming)))
-
-    @property
-    def expected_error(self) -> syn.Expect | None:
-        """The step `expect error`, if there is one."""
-        return next((step for step in self.test.steps if isinstance(step, syn.Expect) and step.what == "error"), None)
 
 
 def of_head(brought: Sequence[T], head: int) -> T:

@@ -52,7 +52,7 @@ class Checker:
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
         inside = [number.part for number in self.expressions.bounded]
-        Combinations(self.flat, self.params, parts, self.sink, self._tensors(), inside).check()
+        Combinations(self.flat, parts, self.sink, self.params, self._tensors(), inside).check()
         read = self._read(parts)
         self._unused(read)
         if not self.sink.failed():

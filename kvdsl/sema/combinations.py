@@ -53,39 +53,12 @@ _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positi
 
 
 @dataclass
-class Combinations:
-    """Checks a policy's statements against each other.
-
-    Attributes:
-        tensors: those of the policy.
-        inside: the numbers inside of expressions: of how many queries, how many neighbours.
-    """
+class Said:
+    """The statements of a policy, and how what is wrong with them is said."""
 
     flat: FlatPolicy
-    params: Params
     parts: Parts
     sink: Sink
-    tensors: Sequence[Tensor] = ()
-    inside: Sequence[Part] = ()
-
-    def check(self) -> None:
-        """Checks them all."""
-        self._budget()
-        self._measured()
-        self._text()
-        self._phases()
-        self._across()
-        self._victims()
-        self._heads()
-        self._votes()
-        self._compared()
-        self._reused()
-        self._each()
-        self._of_a_condition()
-        self._positions()
-        self._reads()
-
-    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _is(self, keyword: str, word: str) -> bool:
         return self.parts.words[keyword] == word
@@ -129,6 +102,37 @@ class Combinations:
         if self._has("positions"):
             return instead("add `positions compact`", "positions compact", self._span("positions"))
         return add("add `positions compact`")
+
+
+@dataclass
+class Combinations(Said):
+    """Checks a policy's statements against each other.
+
+    Attributes:
+        tensors: those of the policy.
+        inside: the numbers inside of expressions: of how many queries, how many neighbours.
+    """
+
+    params: Params
+    tensors: Sequence[Tensor] = ()
+    inside: Sequence[Part] = ()
+
+    def check(self) -> None:
+        """Checks them all."""
+        self._budget()
+        self._measured()
+        self._text()
+        self._phases()
+        self._across()
+        self._victims()
+        self._heads()
+        self._votes()
+        self._compared()
+        self._reused()
+        self._each()
+        self._of_a_condition()
+        self._positions()
+        self._reads()
 
     # -- budget and score --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from kvdsl.source import SourceFile, Span
 
@@ -356,6 +356,11 @@ class Incoming:
     brought: tuple[Brought, ...]
     times: int = 1
 
+    @property
+    def tokens(self) -> tuple[Incoming, ...]:
+        """The token by itself, as a prompt has several."""
+        return (self,)
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -395,6 +400,7 @@ class Expect:
 
 
 Step = Use | Set | Prompt | Incoming | Expect
+Kind = TypeVar("Kind", bound=Step)
 
 
 @dataclass(frozen=True)
@@ -405,6 +411,20 @@ class Test:
     title: Word
     steps: tuple[Step, ...]
     broken: bool = False
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Its steps of a kind, in order."""
+        return [step for step in self.steps if isinstance(step, kind)]
+
+    @property
+    def texts(self) -> list[Prompt | Incoming]:
+        """The steps with which tokens come in."""
+        return [step for step in self.steps if isinstance(step, (Prompt, Incoming))]
+
+    @property
+    def expected_error(self) -> Expect | None:
+        """The step `expect error`, if there is one."""
+        return next((step for step in self.of(Expect) if step.what == "error"), None)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

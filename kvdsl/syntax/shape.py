@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Union
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Union
 
 from lark import Token, Tree
 
@@ -38,14 +40,17 @@ class _Shaper:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def module(self, tree: Tree[Token]) -> syn.Module:
-        items = [self._item(child) for child in tree.children if isinstance(child, Tree)]
+        items: dict[type, list[Any]] = defaultdict(list)
+        for child in _trees(tree.children):
+            item = self._item(child)
+            items[type(item)].append(item)
         return syn.Module(
             self.source,
-            editions=tuple(item for item in items if isinstance(item, syn.Edition)),
-            imports=tuple(item for item in items if isinstance(item, syn.Import)),
-            lets=tuple(item for item in items if isinstance(item, syn.Let)),
-            policies=tuple(item for item in items if isinstance(item, syn.Policy)),
-            tests=tuple(item for item in items if isinstance(item, syn.Test)),
+            editions=tuple(items[syn.Edition]),
+            imports=tuple(items[syn.Import]),
+            lets=tuple(items[syn.Let]),
+            policies=tuple(items[syn.Policy]),
+            tests=tuple(items[syn.Test]),
             broken=any(ANYTHING in statement.defines for statement in self.parsed.broken),
         )
 
@@ -75,7 +80,7 @@ class _Shaper:
             self._word(name),
             self._word(parents[0]) if parents else None,
             self._string(doc.children[0]) if isinstance(doc, Tree) else None,
-            tuple(self._statement(child) for child in statements if isinstance(child, Tree)),
+            tuple(map(self._statement, _trees(statements))),
             frozenset().union(*broken),
             clauses=tree.data == "with",
         )
@@ -127,9 +132,7 @@ class _Shaper:
 
     def _let(self, tree: Tree[Token], override: bool) -> syn.Let:
         name, names, value = tree.children
-        parameters = None
-        if isinstance(names, Tree):
-            parameters = tuple(self._parameter(child) for child in names.children if isinstance(child, Tree))
+        parameters = tuple(map(self._parameter, _trees(names.children))) if isinstance(names, Tree) else None
         return syn.Let(self._span(tree), self._word(name), parameters, self._expr(value), override)
 
     def _parameter(self, tree: Tree[Token]) -> syn.Parameter:
@@ -159,7 +162,7 @@ class _Shaper:
         if keyword == "budget":
             value, most, heads, layers = children
             across = self._across(heads), self._across_layers(layers)
-            return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
+            return syn.Budget(span, self._expr(value), self._inside(most), *across, override)
         if keyword == "select":
             counted = self._expr(children[0]) if len(children) == 4 else None
             by, weight, layers = children[-3:]
@@ -181,7 +184,7 @@ class _Shaper:
             return syn.Setting(span, keyword, number, self._word(children[0]), override)
         return syn.Setting(span, keyword, self._expr(children[-1]), override=override)
 
-    def _at_most(self, child: Child) -> syn.Expr | None:
+    def _inside(self, child: Child) -> syn.Expr | None:
         return self._expr(child.children[0]) if isinstance(child, Tree) else None
 
     def _across(self, child: Child) -> syn.Across | None:
@@ -231,8 +234,7 @@ class _Shaper:
             named = syn.Name(self._word(value).span, str(value)) if isinstance(value, Token) else self._expr(value)
             return syn.Member(span, self._word(owner), named)
         function, *arguments = children
-        shaped = tuple(self._argument(child) for child in arguments if isinstance(child, Tree))
-        return syn.Call(span, self._word(function), shaped)
+        return syn.Call(span, self._word(function), tuple(map(self._argument, _trees(arguments))))
 
     def _number(self, span: Span, text: str) -> syn.Expr:
         value = float(text)
@@ -243,14 +245,14 @@ class _Shaper:
 
     def _argument(self, tree: Tree[Token]) -> syn.Argument:
         keyword, value, over, only, key = tree.children
-        ranges = [self._span(part) for part in (over, only, key) if isinstance(part, Tree)]
+        ranges = [self._span(part) for part in _trees((over, only, key))]
         return syn.Argument(
             self._span(tree),
             self._expr(value),
             None if keyword is None else self._word(keyword),
             self._over(over) if isinstance(over, Tree) else None,
-            self._expr(only.children[0]) if isinstance(only, Tree) else None,
-            self._expr(key.children[0]) if isinstance(key, Tree) else None,
+            self._inside(only),
+            self._inside(key),
             ranges[0].to(ranges[-1]) if ranges else None,
         )
 
@@ -306,6 +308,11 @@ _WORDS = {"victims", "cap", "when", "group", "positions", "storage", "rope", "pr
 _ESCAPE = re.compile(r"\\(?:u\{(?P<point>[0-9A-Fa-f]{1,6})\}|(?P<simple>.))", re.DOTALL)
 _SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
 _CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _trees(children: Iterable[Child]) -> list[Tree[Token]]:
+    """What is there of parts that may be left out, and no word."""
+    return [child for child in children if isinstance(child, Tree)]
 
 
 def _tree(child: Child) -> Tree[Token]:

@@ -137,9 +137,10 @@ class KVCache(Linked, Cache):
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
-        self._sync.is_alone = all(isinstance(layer, SlotLayer) for layer in layers)
-        self._watch = Watch(self._sync, [layer for layer in layers if isinstance(layer, SlotLayer)])
-        introduce(layer.state for layer in layers if isinstance(layer, SlotLayer))
+        own = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        self._sync.is_alone = len(own) == len(layers)
+        self._watch = Watch(self._sync, own)
+        introduce(layer.state for layer in own)
         super().__init__(layers=layers)
 
     # -- what the policy holds -----------------------------------------------------------------------------------------
