@@ -169,7 +169,7 @@ FUNCTIONS = _table(
         _mathematical("sqrt", math.sqrt),
         _mathematical("exp", math.exp),
         _mathematical("log", math.log),
-        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS, {"torch": "torch.acos", "cpp": "std::acos"}),
+        _mathematical("acos", math.acos, triton="ops.acos"),
         _mathematical("floor", lambda a: float(math.floor(a))),
         _mathematical("ceil", lambda a: float(math.ceil(a))),
     ]
