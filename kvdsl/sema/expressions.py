@@ -208,7 +208,7 @@ class Expressions(Forms):
         if not self._speaks_of(node.span):
             return None
         being_defined = {use.definition.let.name.text for use in self._uses}
-        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
+        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*_values_of(scope), *NAMED_INPUTS} - being_defined)
         more = f", `let {node.name} = ...`, or `given {node.name}`, a number of each token, if it is yours"
         help_text = help_text or add(f"add `param {node.name} = 1`", more)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
@@ -536,6 +536,11 @@ class Expressions(Forms):
             return None
         self.histories.setdefault(last.expr, self._place(over.span))
         return Over(last=last)
+
+
+def _values_of(scope: Scope) -> Iterator[str]:
+    """The names that are read without arguments."""
+    return (name for name in scope.known() if not _is_function(scope.find(name)))
 
 
 def _is_function(definition: Definition | None) -> bool:
