@@ -7,12 +7,12 @@ of statements.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from kvdsl.files import read_resource
 from kvdsl.ir import ops
-from kvdsl.syntax.nodes import WORDS
+from kvdsl.syntax.nodes import AXES, WORDS
 
 _GIVEN = "a number of each token and KV head that the caller gives; without a default, always"
 _TENSOR = "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps"
@@ -134,9 +134,16 @@ def first_word(rule: str) -> str:
 
 def form(rule: str) -> str:
     """How a rule is written, with the words of its options, `cap soft or hard`, and its optional parts, `[in range]`."""
-    whole = re.sub(r" \[(\w+(?: \| \w+)*)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    whole = re.sub(r" \[(\w+(?: \| \w+)*)\]| (\w+)\*", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
     text = re.sub(r'"(\S+?)"', r"\1", whole)
-    return text.replace("NAME", " or ".join(WORDS[rule]), 1) if rule in WORDS else text
+    return _with_words(text, (WORDS[rule],) if rule in WORDS else AXES.get(rule, ()))
+
+
+def _with_words(text: str, places: Iterable[tuple[str, ...]]) -> str:
+    """The text with what can stand in the place of its names, one after the other."""
+    for words in places:
+        text = text.replace("NAME", " or ".join(words), 1)
+    return text
 
 
 _GONE = ("NAME", "at_most")
@@ -151,6 +158,8 @@ def old_rules() -> frozenset[str]:
 
 def _part(optional: re.Match[str]) -> str:
     """What an optional rule that begins with a word is made of; other names stay."""
+    if optional[2]:
+        return f" [{form(optional[2])}]"
     if optional[1] in _GONE:
         return ""
     bodies = [grammar_rules().get(one, "") for one in optional[1].split(" | ") if one not in old_rules()]

@@ -23,7 +23,7 @@ from make_docs import bring_up_to_date  # noqa: E402
 from kvdsl.diagnostics import Sink  # noqa: E402
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS, OPERATORS  # noqa: E402
 from kvdsl.source import SourceFile  # noqa: E402
-from kvdsl.syntax.nodes import WORDS  # noqa: E402
+from kvdsl.syntax.nodes import AXES, WORDS  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 
@@ -104,7 +104,7 @@ def highlights() -> str:
         operators=strings({*OPERATORS, "=", ".."} - {*SPELT, "/"}),
         functions=_any_of(NAMED_FUNCTIONS),
         inputs=_any_of(NAMED_INPUTS),
-        options="\n".join(f"({rule} (identifier) @constant.builtin)" for rule in sorted(WORDS)),
+        options="\n".join(f"({rule} (identifier) @constant.builtin)" for rule in sorted({*WORDS, *AXES})),
     )
 
 

@@ -59,12 +59,9 @@ module.exports = grammar({
     given: ($) => seq("given", field("name", $.identifier), optional(seq("=", $._expression))),
 
     // what to evict
-    budget: ($) => seq("budget", $._expression, optional($.at_most), optional($.across_heads), optional($.across_layers)),
+    budget: ($) => seq("budget", $._expression, optional($.at_most), repeat($.across)),
     at_most: ($) => seq("at", "most", $._expression),
-    across_heads: ($) => seq("across", "heads", optional(seq("floor", $._expression))),
-    across_layers: ($) => seq(
-      "across", "layers", optional(seq("by", $._expression)), optional(seq("floor", $._expression)),
-    ),
+    across: ($) => seq("across", $.identifier, optional(seq("by", $._expression)), optional(seq("floor", $._expression))),
     score: ($) => seq("score", $._expression),
     keep_first: ($) => seq("keep", "first", $._expression),
     keep_last: ($) => seq("keep", "last", $._expression),
@@ -88,7 +85,7 @@ module.exports = grammar({
     within: ($) => seq("in", "layers", $.range),
     choosing: ($) => seq("from", "layers", "(", parts($._expression, ","), ")"),
     reused: ($) => seq("in", "layers", parts($._expression, ","), "reused", "above"),
-    sketch: ($) => seq("sketch", "top", $._expression, "dims", "by", $._expression, "every", $._expression, "queries"),
+    sketch: ($) => seq("sketch", "top", $._expression, $.identifier, "by", $._expression, "every", $._expression, $.identifier),
     pages: ($) => seq("pages", $._expression, optional(seq("after", $._expression))),
 
     // where, and how it is stored
@@ -118,7 +115,7 @@ module.exports = grammar({
     over_after: ($) => seq("over", $.identifier, "after", $._expression),
     only: ($) => seq("where", $._expression),
     by: ($) => seq("by", $._expression),
-    over_last: ($) => seq("over", "last", $._expression, "queries"),
+    over_last: ($) => seq("over", "last", $._expression, $.identifier),
     over_next: () => seq("over", "next", "page"),
 
     // tests

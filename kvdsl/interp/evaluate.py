@@ -143,12 +143,14 @@ def _reduce(expr: Reduce, scope: Scope) -> Array:
 
 def next_of(fold: Fold, scope: Scope) -> Array:
     """What a fold comes to next, [slots or 1, 1]: its body, of what it came to before."""
-    return _value(fold.body, replace(scope, inputs={**scope.inputs, PREVIOUS.name: _folded(fold, scope)}))
+    before = _begun(scope.recall(fold), _value(fold.start, scope))
+    return _value(fold.body, replace(scope, inputs={**scope.inputs, PREVIOUS.name: before}))
 
 
 def _folded(fold: Fold, scope: Scope) -> Array:
-    """What a fold has come to."""
-    return _begun(scope.recall(fold), _value(fold.start, scope))
+    """What a fold has come to: NaN where it begins with what the first query gives, and none has given anything."""
+    held = scope.recall(fold)
+    return held if Axis.QUERY in axes_of(fold.start) else _begun(held, _value(fold.start, scope))
 
 
 def evaluate_number(expr: Expr, scope: Scope) -> float:

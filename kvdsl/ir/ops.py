@@ -169,7 +169,7 @@ FUNCTIONS = _table(
         _mathematical("sqrt", math.sqrt),
         _mathematical("exp", math.exp),
         _mathematical("log", math.log),
-        FunctionRow("acos", math.acos, 1, _AS_IN_MATHEMATICS, {"torch": "torch.acos", "cpp": "std::acos"}),
+        _mathematical("acos", math.acos, triton="ops.acos"),
         _mathematical("floor", lambda a: float(math.floor(a))),
         _mathematical("ceil", lambda a: float(math.ceil(a))),
     ]
@@ -418,7 +418,6 @@ _NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 p
 FORMS = _table(
     [
         FormRow("count", "count()", INPUTS["observed"].doc),
-        FormRow("dot", "dot(q, k)", "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only"),
         FormRow(
             "project",
             "project(x, basis)",
@@ -499,6 +498,9 @@ def functions_of(target: str) -> dict[str, str]:
     return {name: row.code[target] for table in tables for name, row in table.items() if target in row.code}
 
 
+PRELUDE = frozenset({"abs", "ceil", "exp", "sqrt", "var", "std", "ema", "last"})
+"""Operations that the prelude makes of others, and that are known for what they are however they are written (`kvdsl.passes.known`)."""
+
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
-NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS})
+NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS}) - PRELUDE
 """Every built-in name, of values and of functions."""

@@ -21,6 +21,7 @@ from kvdsl.lang.expressions import NAME, MisusedError, written
 from kvdsl.lang.places import Text, joined
 from kvdsl.reference import STATEMENTS, first_word, grammar_rules, old_rules
 from kvdsl.sema.editions import GONE
+from kvdsl.syntax.nodes import AXES
 
 NAMED = ("param", "let", "input")
 """The statements that define names: they give these back, and `kvdsl.lang.policies` has a method for each."""
@@ -89,8 +90,15 @@ _KINDS = ("expr", "NAME", "range", "list")
 
 def _read(rule: str) -> Parts:
     """The parts of a rule and of those that it names."""
-    tokens = _TOKEN.findall(_LIST.sub("list", grammar_rules()[rule]))
-    return _sequence(tokens)
+    return _with_axes(rule, *(axes[0] for axes in AXES.get(rule, ())))
+
+
+def _with_axes(rule: str, *axes: str) -> Parts:
+    """The parts of a rule that names these axes, place by place."""
+    text = _LIST.sub("list", grammar_rules()[rule])
+    for axis in axes:
+        text = text.replace("NAME", f'"{axis}"', 1)
+    return _sequence(_TOKEN.findall(text))
 
 
 def _sequence(tokens: list[str]) -> Parts:
@@ -108,6 +116,8 @@ def _sequence(tokens: list[str]) -> Parts:
             found.append(token.strip('"'))
         elif token in _KINDS:
             found.append(Slot(token))
+        elif token in AXES:  # one of its own for each axis that it can name
+            found += [Group((_with_axes(token, axis),), optional=True) for axis in AXES[token][0]]
         elif token not in old_rules():
             found += _read(token)
     return tuple(found)

@@ -115,10 +115,21 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
         yield from (_item(one.name.text, _Kind.Property) for one in _of_test(syn.Given, document, offset))
     elif here.place in (Place.TEST, Place.PROMPT) and here.name:
         yield from _of_step(first, last, document, offset)
+    elif here.name and not here.expression and (named := _axes_of(first, words)):
+        yield from (_item(word, _Kind.EnumMember) for word in named)
     elif first in WORDS and here.name and not here.expression:
         yield from (_item(word, _Kind.EnumMember) for word in WORDS[first])
     elif here.expression and here.place in (Place.POLICY, Place.FILE) and words:
         yield from _readable(document, words)
+
+
+def _axes_of(first: str, words: list[str]) -> tuple[str, ...]:
+    """The axes that can be named at the end of a statement's words, behind `across` or a number."""
+    if words[-1] == "across":
+        return syn.AXES["across"][0]
+    if words[-3:-1] == ["over", "last"]:
+        return syn.AXES["over_last"][0]
+    return syn.AXES["sketch"]["every" in words] if first == "sketch" else ()
 
 
 def _of_step(first: str, last: str, document: Document, offset: int) -> Iterator[lsp.CompletionItem]:

@@ -99,11 +99,14 @@ class _Columns:
         meaning = (rule, body, start)
         if meaning not in self._by_meaning:
             name = self._fresh(_slug(rule, body))
-            held = call("begun", ColumnRef(name=name), start)
-            made = rewrite(body, lambda part: held if part == PREVIOUS else None)
+            before = call("begun", ColumnRef(name=name), start)
+            made = rewrite(body, lambda part: before if part == PREVIOUS else None)
             self._by_meaning[meaning] = Column(name=name, rule=rule, body=made)
         column = self._by_meaning[meaning]
-        return call("begun", ColumnRef(name=column.name), start) if rule == "fold" else column.body
+        if rule == "prune":
+            return column.body
+        held = ColumnRef(name=column.name)
+        return held if Axis.QUERY in axes_of(start) else call("begun", held, start)
 
     def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
         if expr.last is not None:

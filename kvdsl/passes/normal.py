@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Expr, Input, Keep, Node, Number, Other, Policy, Rank, Reduce, Within, call, is_call
-from kvdsl.ir.ops import CONDITIONS, FIXED, FUNCTIONS, OPERATORS, REDUCTIONS, Formula
-from kvdsl.ir.visitors import bottom_up, children, mapped, parts_of, rewrite, walk, with_children, with_policy
+from kvdsl.ir.ops import CONDITIONS, FUNCTIONS, OPERATORS, REDUCTIONS, Formula
+from kvdsl.ir.visitors import bottom_up, mapped, parts_of, rewrite, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
+from kvdsl.passes.known import ONE, ZERO, is_fixed, known
 
 POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="live")
 QUERY_POSITION = Input(name="query_position")
-ZERO, ONE = Number(value=0), Number(value=1)
 
 ENDS = ("first", "last")
 """The scopes of `keep` that go by a token's place alone."""
@@ -57,12 +57,6 @@ def _whole(count: Expr, least: int) -> Expr | None:
     if is_call(count, "floor") and is_fixed(count):
         return count.args[0]
     return None
-
-
-def is_fixed(expr: Expr) -> bool:
-    """Whether a number is known once the prompt is."""
-    leaves = [part for part in walk(expr) if not children(part)]
-    return all(part.kind in ("number", "param") or (isinstance(part, Input) and part.name in FIXED) for part in leaves)
 
 
 def conditions(where: Expr | None) -> list[Expr]:
@@ -118,7 +112,7 @@ def normal(policy: Policy) -> Policy:
 
 def _spelled(expr: Expr, *, in_text: bool) -> Expr:
     inside = isinstance(expr, Reduce) and expr.within == "text"
-    expr = with_children(expr, lambda part: _spelled(part, in_text=in_text or inside))
+    expr = known(with_children(expr, lambda part: _spelled(part, in_text=in_text or inside)))
     if is_call(expr, "neg"):
         (inner,) = expr.args
         return inner.args[0] if is_call(inner, "neg") else expr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import Fix, Help, offer
-from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, REDUCTIONS
+from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, PRELUDE
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -24,9 +24,7 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
     values: dict[str, syn.Expr] = {}
     for index, argument in enumerate(node.arguments):
         keyword = argument.keyword
-        if argument.ranges is not None:
-            over_without_reduction(function, argument.ranges, report)
-        elif keyword is None and index >= positional:
+        if keyword is None and index >= positional:
             message = "an argument without a name cannot follow one with a name"
             report(codes.ARGUMENTS, argument.span, message, f"its form is `{_signature(function, parameters)}`")
         elif keyword is None and index >= len(places):
@@ -52,14 +50,12 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
 
 
 EXAMPLES = {
-    **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS},
-    **{name: f"{name}(mean(attn))" for name, count in ELEMENTWISE.items() if count == 1},
+    **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS if name not in PRELUDE},
+    **{name: f"{name}(mean(attn))" for name, count in ELEMENTWISE.items() if count == 1 and name not in PRELUDE},
     "max": "max(mean(attn), 0.1)",
     "min": "min(mean(attn), 0.1)",
     "where": "where(age > 8, mean(attn), 1)",
     "median": "median(attn over last 32 queries)",
-    "ema": "ema(attn, 0.9)",
-    "dot": "dot(last(q), k)",
     "project": "project(k, basis)",
     "turn": "turn(k, -position)",
     "ahead": "ahead(k, 512)",
@@ -94,8 +90,6 @@ def how_to_call(node: syn.Call) -> str:
         )
         value = next((one for one in texts if one != width), "sum(attn)")
         return offer(f"write `{name}({value}, {width})`")
-    if REDUCTIONS[name].decay:
-        return offer(f"for example `{name}({texts[0]}, 0.9)`")
     axes = [axis for argument in rest if (axis := _axis(argument)) is not None]
     if first.over is not None and axes:
         one, both = f"{name}({first.span.quoted()})", f"{name}({name}({first.span.quoted()}) over {axes[0]})"
@@ -143,9 +137,13 @@ def over_without_reduction(function: str, ranges: Span, report: Report) -> None:
     """Reports an `over`, `where` or `by` in a call that reduces nothing."""
     word = ranges.text.split()[0]
     message = f"`{function}` is not a reduction of one value, so `{word}` has no meaning here"
+    report(codes.ARGUMENTS, ranges, message, without_ranges(ranges, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}"))
+
+
+def without_ranges(ranges: Span, text: str = "leave it out") -> Help:
+    """A help whose edit leaves out an `over`, `where` or `by`."""
     place, title = ranges.file.span(ranges.start - 1, ranges.end), f"leave out `{ranges.quoted()}`"
-    help = Help(f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}", lambda span: Fix(place, "", title))
-    report(codes.ARGUMENTS, ranges, message, help)
+    return Help(text, lambda span: Fix(place, "", title))
 
 
 def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:

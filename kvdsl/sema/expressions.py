@@ -18,7 +18,7 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
 from kvdsl.helps import Help, add, instead, offer
-from kvdsl.ir.nodes import Axis, Expr
+from kvdsl.ir.nodes import Axis, Expr, Reduce
 from kvdsl.ir.ops import (
     ELEMENTWISE,
     LOGICAL,
@@ -27,12 +27,16 @@ from kvdsl.ir.ops import (
     REDUCTIONS,
     ReductionRow,
 )
+from kvdsl.ir.visitors import walk
+from kvdsl.passes.fold import value_of
+from kvdsl.passes.known import known
 from kvdsl.passes.normal import Pages, page_of_key
 from kvdsl.sema import values
-from kvdsl.sema.arguments import example, how_to_call, match_arguments
+from kvdsl.sema.arguments import example, how_to_call, match_arguments, without_ranges
 from kvdsl.sema.forms import Forms
 from kvdsl.sema.reductions import Over, in_fewer_words, vector
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
+from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -46,6 +50,30 @@ MAX_STEPS = 20_000
 NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 
 
+@dataclass
+class _Handed:
+    """A range that is handed to a function: the reductions of its body take it that name none, or the same axis.
+
+    Attributes:
+        named: whether it names an axis, or is a `where` or `by` alone, which every reduction takes.
+        taken: whether one has.
+    """
+
+    over: Over
+    named: bool
+    taken: bool = False
+
+    def to(self, own: Over, bare: bool) -> Over:
+        """What a reduction ranges over, given its own range; `bare` if it names none."""
+        axis = Axis.SLOT if self.over.axis is Axis.OTHER else self.over.axis
+        if self.named and not bare and own.axis is not axis:
+            return own
+        self.taken = True
+        both = [one.where for one in (own, self.over) if one.where is not None]
+        where = values.call("and", *both) if len(both) == 2 else next(iter(both), None)
+        return replace(self.over if self.named else own, where=where, by=self.over.by or own.by)
+
+
 @dataclass(frozen=True)
 class _Use:
     """A let or function that is being put in, where it is used, and what is written for its parameters."""
@@ -53,6 +81,7 @@ class _Use:
     definition: LetName
     span: Span
     arguments: Mapping[str, str]
+    handed: _Handed | None = None
 
     def filled(self, text: str) -> str:
         """A text that quotes the body, with the arguments in the place of the parameters."""
@@ -179,7 +208,7 @@ class Expressions(Forms):
         if not self._speaks_of(node.span):
             return None
         being_defined = {use.definition.let.name.text for use in self._uses}
-        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
+        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*_values_of(scope), *NAMED_INPUTS} - being_defined)
         more = f", `let {node.name} = ...`, or `given {node.name}`, a number of each token, if it is yours"
         help_text = help_text or add(f"add `param {node.name} = 1`", more)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
@@ -220,7 +249,9 @@ class Expressions(Forms):
         return self._lets[definition]
 
     @contextmanager
-    def _using(self, definition: LetName, span: Span, arguments: Mapping[str, str] = NO_ARGUMENTS) -> Iterator[bool]:
+    def _using(
+        self, definition: LetName, span: Span, arguments: Mapping[str, str] = NO_ARGUMENTS, handed: _Handed | None = None
+    ) -> Iterator[bool]:
         """Puts a definition in; False after a report if it is being put in already."""
         if any(use.definition is definition for use in self._uses):
             name = definition.let.name
@@ -228,7 +259,7 @@ class Expressions(Forms):
             self.sink.report(codes.CYCLE, name.span, message, labels=[Label(span, "used here again")])
             yield False
             return
-        self._uses.append(_Use(definition, span, arguments))
+        self._uses.append(_Use(definition, span, arguments, handed))
         try:
             yield True
         finally:
@@ -352,22 +383,59 @@ class Expressions(Forms):
         written = match_arguments(node, parameters, self._report)
         if written is None:
             return None
-        arguments = {name: Bound(self.check(value, scope)) for name, value in written.items()}
+        ranging = [argument for argument in node.arguments if argument.ranges is not None]
+        ranged = ranging[0] if ranging else None
+        if len(ranging) > 1 and ranging[1].ranges is not None:
+            message = f"one argument of `{node.function.text}` says what it ranges over"
+            self._report(codes.ARGUMENTS, ranging[1].ranges, message, without_ranges(ranging[1].ranges))
+            return None
+        handed, inside = self._uses[-1].handed if self._uses else None, scope
+        if ranged is not None:
+            over, inside = self._range(ranged, scope, Over())
+            if over is None:
+                return None
+            handed = _Handed(over, named=ranged.over is not None)
+        arguments = {
+            name: Bound(self.check(value, inside if ranged is not None and value is ranged.value else scope))
+            for name, value in written.items()
+        }
         bound: dict[str, Definition] = {}
         inner = Scope(bound, definition.scope)
         defaults = {one.name.text: one.default for one in parameters if one.default is not None}
         texts = {name: value.span.quoted(40) for name, value in (defaults | written).items()}
-        with self._using(definition, node.span, texts) as free:
+        with self._using(definition, node.span, texts, handed) as free:
             if not free:
                 return None
             for parameter in parameters:
                 name, default = parameter.name.text, parameter.default
                 bound[name] = arguments[name] if default is None or name in arguments else Bound(self.check(default, inner))
-            return self.check(definition.let.value, inner)
+            value = self.check(definition.let.value, inner)
+        if value is not None and ranged is not None and handed is not None and not handed.taken:
+            assert ranged.ranges is not None
+            message = f"`{node.function.text}` reduces nothing `{ranged.ranges.quoted()}`"
+            self._report(codes.ARGUMENTS, ranged.ranges, message, without_ranges(ranged.ranges))
+            return None
+        return None if value is None else self._known(value, node)
+
+    def _known(self, value: Value, node: syn.Call) -> Value:
+        """The value that a call of a function has, as one operation where it is one."""
+        made = known(value.expr)
+        if made is value.expr:
+            return value
+        for part in walk(value.expr):
+            if part in self.vectors:
+                self.vectors.setdefault(made, self.vectors[part])
+        if isinstance(made, Reduce) and made.decay is not None:
+            decay = Part(made.decay, self._place(node.arguments[-1].value.span))
+            self.bounded.append(Bounded(f"the decay of `{node.function.text}`", decay, 0, 1))
+        return replace(value, expr=made, parts=sum(1 for _ in walk(made)), constant=value_of(made))
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
         if name in self.FORMS:
+            handed = self._uses[-1].handed if self._uses else None
+            if name == "fold" and handed is not None and handed.named and handed.over == Over():
+                handed.taken = True
             return self.FORMS[name](self, node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
@@ -433,7 +501,8 @@ class Expressions(Forms):
             by = self.check(argument.key, scope)
         if over is None or (where is None) != (argument.only is None) or (by is None) != (argument.key is None):
             return None, inner
-        return replace(over, where=where, by=by), inner
+        over, handed = replace(over, where=where, by=by), self._uses[-1].handed if self._uses else None
+        return over if handed is None else handed.to(over, argument.over is None), inner
 
     def _is_page(self, key: Expr) -> bool:
         """Whether a key counts the policy's pages, of which there is one size."""
@@ -467,6 +536,11 @@ class Expressions(Forms):
             return None
         self.histories.setdefault(last.expr, self._place(over.span))
         return Over(last=last)
+
+
+def _values_of(scope: Scope) -> Iterator[str]:
+    """The names that are read without arguments."""
+    return (name for name in scope.known() if not _is_function(scope.find(name)))
 
 
 def _is_function(definition: Definition | None) -> bool:

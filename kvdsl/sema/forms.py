@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label
-from kvdsl.helps import instead, leave_out, offer, operand
+from kvdsl.helps import instead, offer, operand
 from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Reduce, is_call
 from kvdsl.ir.ops import FARTHEST, FIXED, MOST_STEPS, POOLS
 from kvdsl.ir.visitors import children, walk
@@ -108,33 +108,6 @@ class Forms(ABC):
             help = offer(f"to count the queries for which something holds, sum it: `sum({text})`")
         self._report(codes.ARGUMENTS, node.span, f"`{name}()` takes no arguments", help)
         return None
-
-    def _dot(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`dot(a, b)`, over dims; `dot(a, b over sketch)`."""
-        for argument in node.arguments[:-1]:
-            if argument.ranges is not None:
-                help = offer("for example `dot(q, k over sketch)`", at=node.span)
-                self._report(codes.ARGUMENTS, argument.ranges, "`over` follows the last argument of `dot`", help)
-                return None
-        over = node.arguments[-1].over if node.arguments else None
-        plain = (
-            *node.arguments[:-1],
-            *(replace(argument, over=None, only=None, ranges=None) for argument in node.arguments[-1:]),
-        )
-        args = self._arguments(replace(node, arguments=plain), 2, scope)
-        ranges = self._range(node.arguments[-1], scope, Over(Axis.DIM))[0] if node.arguments else Over(Axis.DIM)
-        if args is None or ranges is None or any(arg is None for arg in args):
-            return None
-        if over is not None and ranges.axis is not Axis.DIM:
-            self._report(
-                codes.ARGUMENTS,
-                over.span,
-                "`dot` sums over dims, or over the sketch's",
-                leave_out("leave it out", over.span),
-            )
-            return None
-        left, right = (arg for arg in args if arg is not None)
-        return self.reductions.reduce(node, "sum", ranges, values.call("*", left, right))
 
     def _project(self, node: syn.Call, scope: Scope) -> Value | None:
         """`project(x, basis)`: of a key or query, or of what is made of these dim by dim."""
@@ -330,10 +303,15 @@ class Forms(ABC):
             self.reductions.pooled(node, "a fold")
         elif reads_heads(body.expr):
             self._report(codes.ACROSS, span, "a fold is remembered of each KV head's slots, and cannot read `over heads`")
-        elif not _is_start(start):
+        elif not _is_start(start) and not (word == "queries" and _is_of_query(start)):
             where = node.arguments[1].value.span
             message = f"a fold begins with what is known of a token when it comes, but `{where.quoted()}` is not"
-            self._report(codes.NOT_HERE, where, message, "a number, `position`, or what its key and value say")
+            self._report(
+                codes.NOT_HERE,
+                where,
+                message,
+                "a number, `position`, what its key and value say, or what the first query gives",
+            )
         else:
             return values.fold_of(body, start, "prunes" if word == "prunes" else "queries")
         return None
@@ -371,7 +349,6 @@ class Forms(ABC):
         **dict.fromkeys(("count", "random"), _without_arguments),
         **dict.fromkeys(("turn", "ahead", "pairs"), _rotate),
         **dict.fromkeys(POOLS, _pool),
-        "dot": _dot,
         "other": _other,
         "rank": _rank,
         "leverage": _leverage,
@@ -394,6 +371,13 @@ def _of_many_queries(part: Expr) -> bool:
 def _is_start(start: Value) -> bool:
     """Whether a value is the token's own, and stays what it is."""
     return start.axes <= {Axis.SLOT} and all(map(_stays, walk(start.expr)))
+
+
+def _is_of_query(start: Value) -> bool:
+    """Whether a value is one that a query gives a slot, such as a fold goes on by."""
+    plain = Axis.QUERY in start.axes and start.axes <= {Axis.QUERY, Axis.SLOT} and not start.pools
+    whole = (_reads_previous, reads_text, reads_heads, compares_slots)
+    return plain and not any(map(_of_many_queries, walk(start.expr))) and not any(reads(start.expr) for reads in whole)
 
 
 def _stays(part: Expr) -> bool:

@@ -125,6 +125,13 @@ WORDS = {
 }
 """What the statements that hold a word can say, the default first."""
 
+AXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "across": (("heads", "layers"),),
+    "sketch": (("dims",), ("queries",)),
+    "over_last": (("queries",),),
+}
+"""The axes that rules of the grammar name: of each place in a rule, what can stand there."""
+
 
 @dataclass(frozen=True)
 class Range:

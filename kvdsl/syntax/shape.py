@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 from lark import Token, Tree
 
 from kvdsl import codes
-from kvdsl.diagnostics import Sink, printable
-from kvdsl.helps import offer
+from kvdsl.diagnostics import Sink, did_you_mean, listed, printable
+from kvdsl.helps import instead, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
@@ -160,9 +160,8 @@ class _Shaper:
         """A statement that may stand once."""
         keyword, span, children = str(tree.data), self._span(tree), tree.children
         if keyword == "budget":
-            value, most, heads, layers = children
-            across = self._across(heads), self._across_layers(layers)
-            return syn.Budget(span, self._expr(value), self._inside(most), *across, override)
+            value, most, *shared = children
+            return syn.Budget(span, self._expr(value), self._inside(most), *self._shared(shared), override)
         if keyword == "select":
             counted = self._expr(children[0]) if len(children) == 4 else None
             by, weight, layers = children[-3:]
@@ -172,7 +171,9 @@ class _Shaper:
             weighed = None if weight is None else self._expr(weight)
             return syn.Select(span, counted, self._expr(by), weighed, range_, choosing, override)
         if keyword == "sketch":
-            count, by, every = children
+            count, dims, by, every, queries = children
+            self._named("sketch", "sketch top N", dims)
+            self._named("sketch", "sketch ... every N", queries, 1)
             return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)
         if keyword == "pages":
             value, after = children
@@ -187,17 +188,35 @@ class _Shaper:
     def _inside(self, child: Child) -> syn.Expr | None:
         return self._expr(child.children[0]) if isinstance(child, Tree) else None
 
-    def _across(self, child: Child) -> syn.Across | None:
-        if not isinstance(child, Tree):
-            return None
-        (floor,) = child.children
-        return syn.Across(self._span(child), None if floor is None else self._expr(floor))
+    def _shared(self, children: Sequence[Child]) -> tuple[syn.Across | None, syn.AcrossLayers | None]:
+        """Who shares a budget: a layer's heads, all layers, or both."""
+        found: dict[str, tuple[Span, list[syn.Expr | None]]] = {}
+        for child in map(_tree, children):
+            who, *rest = child.children
+            word = self._named("across", "across", who)
+            by, floor = (None if part is None else self._expr(part) for part in rest)
+            if word in found:
+                self.sink.report(codes.DUPLICATE, self._span(child), f"`across {word}` stands here twice")
+            elif word == "heads" and by is not None:
+                message = "the heads of a layer share a budget by their scores, so `across heads` takes no `by`"
+                help = instead("layers do: write `across layers`", "layers", self._word(who).span)
+                self.sink.report(codes.ACROSS, by.span, message, help)
+            elif word is not None:
+                found[word] = self._span(child), [by, floor]
+        heads, layers = found.get("heads"), found.get("layers")
+        return (
+            None if heads is None else syn.Across(heads[0], heads[1][1]),
+            None if layers is None else syn.AcrossLayers(layers[0], *layers[1]),
+        )
 
-    def _across_layers(self, child: Child) -> syn.AcrossLayers | None:
-        if not isinstance(child, Tree):
-            return None
-        by, floor = (None if part is None else self._expr(part) for part in child.children)
-        return syn.AcrossLayers(self._span(child), by, floor)
+    def _named(self, rule: str, what: str, child: Child, place: int = 0) -> str | None:
+        """The axis that a word names in a place of a rule, one of those that can stand there; None after a report."""
+        word, known = self._word(child), syn.AXES[rule][place]
+        if word.text in known:
+            return word.text
+        help = did_you_mean(word.text, known) or offer(f"write {listed(known)}")
+        self.sink.report(codes.AXIS, word.span, f"`{what}` takes {listed(known)}, not `{word.text}`", help)
+        return None
 
     # -- expressions -------------------------------------------------------------------------------------------------
 
@@ -259,7 +278,9 @@ class _Shaper:
     def _over(self, tree: Tree[Token]) -> syn.Over:
         span = self._span(tree)
         if tree.data == "over_last":
-            return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
+            count, queries = tree.children
+            self._named("over_last", "over last N", queries)
+            return syn.Over(span, syn.Word(span, "queries"), self._expr(count))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
         axis, other = tree.children

@@ -39,7 +39,7 @@ def _inputs() -> str:
 
 def _reductions() -> str:
     """Reductions with the same ranges stand in one line."""
-    rows = [row for row in ops.REDUCTIONS.values() if row.name not in editions.FUNCTIONS]
+    rows = [row for row in ops.REDUCTIONS.values() if row.name not in {*editions.FUNCTIONS, *ops.PRELUDE}]
     lines = _together((_ranges(row), f"`{written(row.name)}`: {row.doc}") for row in rows)
     return table(("ranges over", ""), ((ranges, "; ".join(docs)) for ranges, docs in lines))
 
@@ -52,7 +52,7 @@ def _ranges(row: ops.ReductionRow) -> str:
 def _functions() -> str:
     """Functions that mean the same stand in one line."""
     docs = {**ops.FORMS, **{name: ops.FUNCTIONS[name] for name in ops.ELEMENTWISE}}
-    names = [name for name in docs if name not in editions.FUNCTIONS]
+    names = [name for name in docs if name not in {*editions.FUNCTIONS, *ops.PRELUDE}]
     lines = _together((docs[name].doc, f"`{written(name, extreme=name in ops.REDUCTIONS)}`") for name in names)
     return table(("", "meaning"), [*((" ".join(texts), doc) for doc, texts in lines), *OPERATORS.items()])
 

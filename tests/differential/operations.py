@@ -330,7 +330,6 @@ WITHOUT_KERNELS = {
         "vectors in heads that agree",
     },
     "triton": _NOWHERE | {
-        "acos",
         *(f"{op} {of} dims" for op in ("sum", "mean", "std", "var", "max", "min") for of in ("over", "of some of")),
         *(f"{op} of some of sketch" for op in ("sum", "mean", "std", "var", "max", "min")),
         *(

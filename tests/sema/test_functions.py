@@ -8,7 +8,7 @@ from kvdsl.ir.ops import NAMED_FUNCTIONS
 from kvdsl.ir.printer import print_expression
 from kvdsl.passes.fold import value_of
 from kvdsl.sema.arguments import EXAMPLES
-from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
+from tests.diagnostics.expect import body, check, expect_in, only, policy
 
 
 def budget(text: str, *statements: str) -> str:
@@ -44,6 +44,34 @@ def test_a_default_means_what_it_means_where_the_function_is_defined() -> None:
     assert budget("f(3)", "let f(x, y = later) = x * y", "let later = 5") == "3 * 5 + n"
 
 
+@pytest.mark.parametrize(
+    ("call", "meaning"),
+    [
+        ("f(sum(attn) where age < 8)", "sum(sum(attn) * age over slots where age < 8) / live"),
+        ("f(age over slots by position % 2)", "sum(age * age over slots by position % 2) / live"),
+        ("f(age over last 4 queries)", None),
+        ("g(attn over last 4 queries)", "sum(attn over last 4 queries) + var(attn over last 4 queries)"),
+        ("g(v over dims)", "sum(v over dims) + var(v over dims)"),
+        ("g(attn)", "sum(attn) + var(attn)"),
+        ("norm1(v over dims)", "sum(abs(v) over dims)"),
+    ],
+)
+def test_a_range_goes_to_the_reductions_of_the_body_that_name_none_or_the_same_axis(call: str, meaning: str | None) -> None:
+    lets = (
+        ["let f(x) = sum(x * age over slots) / live"]
+        if call[0] == "f"
+        else ["let g(x) = sum(x) + var(x)"]
+        if call[0] == "g"
+        else []
+    )
+    if meaning is None:
+        assert only(body("param budget = 8", *lets, f"score {call} + position"), "KV0306")
+        return
+    checked = policy("param budget = 8", *lets, f"score {call} + position").score
+    assert checked is not None
+    assert print_expression(checked) == f"{meaning} + position"
+
+
 def test_an_argument_without_parameters_is_none() -> None:
     assert budget("one()", "let one() = 1") == "1 + n"
 
@@ -60,8 +88,8 @@ def test_an_argument_without_parameters_is_none() -> None:
         ("f(x = 1, 2)", "an argument without a name cannot follow one with a name", "2", "its form is `f(x, y, z = 3)`"),
         ("norm1(y = 3)", "`norm1` has no argument named `y`", "y", "its argument is `x`"),
         ("pyramid(64, betta = 3)", "`pyramid` has no argument named `betta`", "betta", "did you mean `beta`?"),
-        ("norm1(v over dims)", "`norm1` is not a reduction of one value, so `over` has no meaning here", "over dims",
-         REDUCTIONS),
+        ("norm1(v over slots)", "`norm1` reduces nothing `over slots`", "over slots", "leave it out"),
+        ("cosine(k over dims, v over dims)", "one argument of `cosine` says what it ranges over", "over dims", "leave it out"),
     ],
 )  # fmt: skip
 def test_calls_that_do_not_fit(call: str, message: str, at: str, help: str | None) -> None:

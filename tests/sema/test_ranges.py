@@ -18,11 +18,11 @@ REFUSED = {
     "last": (
         "score last(attn where age < 3)",
         "KV0306",
-        "`last` takes no `where`",
-        "last(attn where age < 3)",
-        "`fold(where(c, attn, prev), 0)` goes on with the newest one for which c holds",
+        "`last` reduces nothing `where age < 3`",
+        "where age < 3",
+        "leave it out",
     ),
-    "ema": ("score ema(attn where age < 3, 0.5)", "KV0306", "`ema` takes no `where`", "ema(attn where age < 3, 0.5)", None),
+    "ema": ("score ema(attn where age < 3, 0.5)", "KV0306", "`ema` reduces nothing `where age < 3`", "where age < 3", "leave it out"),
     "median": (
         "score age + median(age over slots where age < 3)", "KV0306", "`median` takes no `where`", "median(age over slots where age < 3)",
         None,
@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "a number": ("score sum(attn where age)", "KV0303", "`where` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),
     "no reduction": (
-        "score abs(age where age > 3)", "KV0306", "`abs` is not a reduction of one value, so `where` has no meaning here",
+        "score floor(age where age > 3)", "KV0306", "`floor` is not a reduction of one value, so `where` has no meaning here",
         "where age > 3", "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min`, `median` and `last`",
     ),
     "nothing to reduce": (

@@ -192,7 +192,7 @@ def test_inputs_cannot_be_redefined(name: str) -> None:
         expect_in(statement, "KV0210", message, name, f"choose another name, `my_{name}`, say")
 
 
-@pytest.mark.parametrize("name", ["mean", "count", "random", "where", "dot", "ema"])
+@pytest.mark.parametrize("name", ["mean", "count", "random", "where", "project", "fold"])
 def test_functions_cannot_be_redefined(name: str) -> None:
     message, help = f"`{name}` is a built-in function and cannot be redefined", f"choose another name, `my_{name}`, say"
     expect_in(f"let {name}(x) = x", "KV0210", message, name, help)

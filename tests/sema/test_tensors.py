@@ -107,7 +107,7 @@ def test_a_text_has_no_folder() -> None:
         (('tensor filter [] from "f.safetensors"', SCORE), "KV0101", "expected a name"),
         (('tensor m [layers, rank] from "f.safetensors"', "score position"), "KV0218", "but this tensor has no `dims`"),
         ((MATRIX, "score m"), "KV0321", "`m` is a matrix, which projects vectors"),
-        ((MATRIX, "score dot(project(q, m), k)"), "KV0321", "`project(q, m)` puts dims that `m` projects to beside others"),
+        ((MATRIX, "score dot(project(q, m), k)"), "KV0321", "`project(q, m) * k` puts dims that `m` projects to beside others"),
         ((MATRIX, "score norm2(project(v, m))"), "KV0321", "a vector over the dims of a key, but `v` is none"),
         ((MATRIX, "score norm2(project(age, m))"), "KV0321", "a vector over the dims of a key, but `age` is none"),
         ((MATRIX, "score norm2(project(project(k, m), m))"), "KV0321", "but `project(k, m)` is none"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -25,6 +26,22 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 def _tanh(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, ops.tanh(tl.load(x + i)))
+
+
+@triton.jit
+def _acos(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, ops.acos(tl.load(x + i)))
+
+
+def test_acos_is_right_to_two_units_in_the_last_place() -> None:
+    x = torch.cat([torch.linspace(-1, 1, 8187), torch.tensor([1e-30, -0.0, 1.5, -1.5, float("nan")])])
+    out = torch.empty_like(x)
+    _acos[(1,)](x, out, N=len(x))
+    exact = x.double().acos()
+    unit = torch.from_numpy(np.spacing(exact.float().numpy())).double().clamp(min=1e-30)
+    assert out[-3:].isnan().all()
+    assert ((out.double() - exact).abs() / unit)[:-3].max() < 2
 
 
 def test_tanh_is_right_to_five_units_in_the_last_place() -> None:

@@ -4,7 +4,7 @@
 (string) @string
 (number) @number
 
-["above" "across" "after" "as" "at" "attend" "budget" "by" "cap" "dims" "every" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "input" "keep" "kv" "last" "layer" "layers" "let" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "queries" "rest" "reused" "rope" "score" "select" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "victims" "weight" "when" "where" "with"] @keyword
+["above" "across" "after" "as" "at" "attend" "budget" "by" "cap" "every" "expect" "extends" "first" "floor" "from" "given" "group" "import" "in" "input" "keep" "kv" "last" "layer" "layers" "let" "max_drop" "most" "next" "of" "over" "overflow" "override" "page" "pages" "param" "policy" "positions" "prefill" "prompt" "rest" "reused" "rope" "score" "select" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "victims" "weight" "when" "where" "with"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
@@ -40,17 +40,20 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|acos|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(abs|acos|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sum|turn|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sum|turn|where)$"))
 ((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 ((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 
 (over (identifier) @constant.builtin)
+(across (identifier) @constant.builtin)
 (cap (identifier) @constant.builtin)
 (group (identifier) @constant.builtin)
+(over_last (identifier) @constant.builtin)
 (positions (identifier) @constant.builtin)
 (prefill (identifier) @constant.builtin)
 (rope (identifier) @constant.builtin)
+(sketch (identifier) @constant.builtin)
 (storage (identifier) @constant.builtin)
 (victims (identifier) @constant.builtin)
 (when (identifier) @constant.builtin)

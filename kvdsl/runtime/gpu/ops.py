@@ -227,6 +227,22 @@ def tanh(x):
 
 
 @triton.jit
+def acos(x):
+    """The arc cosine, to two units in the last place: pi / 2 less the arc sine, which near 1 is half of that of a smaller number.
+    The arc sine is a polynomial, the Chebyshev fit of (asin(x) / x - 1) / x**2 up to 0.5.
+    """
+    size = tl.abs(x)
+    near = size > 0.5
+    z = tl.where(near, (1 - size) * 0.5, size * size)
+    fit = 0.04459803903580299 + z * (0.031116094216187735 + z * (0.017078108246817054 + z * 0.033805386323260286))
+    fit = 0.16666666317143594 + z * (0.07500098732337213 + z * fit)
+    root = tl.where(near, tl.sqrt(z), size)
+    sine = root + root * z * fit
+    angle = tl.where(near, 2 * sine, 1.5707963267948966 - sine)
+    return tl.where(x < 0, 3.141592653589793 - angle, angle)
+
+
+@triton.jit
 def power(x, y):
     """The power, in double precision, as C has it."""
     base, exponent = tl.broadcast(tl.cast(x, tl.float64), tl.cast(y, tl.float64))
