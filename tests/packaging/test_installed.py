@@ -98,9 +98,11 @@ def lab_works(python: str | Path, folder: Path, home: Path, **variables: str) ->
     code = "import kvdsl_lab.assets as a; a.check_digests(a.reference_model_path()); print(len(a.book_text()) > 1000)"
     assert run(python, folder, "-c", code, **variables) == "True\n"
     listed = run(python, folder, "-m", "kvdsl", "--help", **variables)
-    for name in kvdsl_lab.cli.COMMANDS:
-        assert f"\n  {name} " in listed
-        assert f"kvdsl {name}" in run(python, folder, "-m", "kvdsl", name, "--help", **variables)
+    assert all(f"\n  {name} " in listed for name in kvdsl_lab.cli.COMMANDS)
+    code = "import kvdsl_lab.cli as lab, kvdsl.cli as cli; print([cli.main([name, '--help']) for name in lab.COMMANDS])"
+    shown = run(python, folder, "-c", code, **variables)
+    assert all(f"kvdsl {name}" in shown for name in kvdsl_lab.cli.COMMANDS)
+    assert shown.splitlines()[-1] == str([0] * len(kvdsl_lab.cli.COMMANDS))
 
 
 @pytest.mark.nightly
