@@ -72,11 +72,16 @@ def main(new_tokens: int, model: str, out: Path) -> None:
     import torch
     from rich.console import Console
 
+    from kvdsl.cli.common import warning
+    from kvdsl.generation.threads import use_threads
+
     console = Console(highlight=False)
     _show_policy(console)
     cache_class = _compile(console, out)
     lm, tokenizer, had = _model(console, model)
     torch.manual_seed(0)
+    if told := use_threads(None):
+        warning(told)
     if tokenizer.chat_template is not None:
         _find(console, lm, tokenizer, cache_class)
     _go_on(console, lm, tokenizer, new_tokens)
@@ -146,6 +151,7 @@ def _model(console: Any, name: str) -> tuple[Any, Any, str]:
 
 
 def _find(console: Any, model: Any, tokenizer: Any, compiled: Any) -> None:
+    from kvdsl.cli.progress import status
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.report import FULL
     from kvdsl.loading import load
@@ -155,11 +161,14 @@ def _find(console: Any, model: Any, tokenizer: Any, compiled: Any) -> None:
     question = shown_question(model, tokenizer, counted)
     prompt = [token for part in lay_out(tokenizer, question) for token in part]
     _show_question(console, question, len(prompt))
-    warm_up_full(model, tokenizer, prompt)
-    found = {FULL: generate_full(model, tokenizer, prompt, question.new_tokens)}
-    for name, policy in FINDING.items():
-        cache_class: Any = compiled if policy == SHOWN else load(policy)
-        found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE))
+    with status("reading the pages") as tell:
+        tell("full cache")
+        warm_up_full(model, tokenizer, prompt)
+        found = {FULL: generate_full(model, tokenizer, prompt, question.new_tokens)}
+        for name, policy in FINDING.items():
+            tell(name)
+            cache_class: Any = compiled if policy == SHOWN else load(policy)
+            found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE))
     right, items = how_many(counted)
     console.print(_answers(found, question, right, items))
     console.print(
@@ -223,6 +232,7 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 
 
 def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int) -> None:
+    from kvdsl.cli.progress import status
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.models import prompt_tokens
     from kvdsl.generation.report import FULL, comparison
@@ -239,11 +249,14 @@ def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int) -> None:
         f"penalty of {PENALTY}.)"
     )
     model.generation_config.repetition_penalty = PENALTY
-    warm_up_full(model, tokenizer, prompt)
-    full = generate_full(model, tokenizer, prompt, new_tokens)
     cache_class: Any = load("roco")
     cache = cache_class(model, budget=BOUND)
-    found = {FULL: full, f"RoCo, {BOUND} tokens": _timed(model, tokenizer, prompt, new_tokens, cache)}
+    with status("going on") as tell:
+        tell("full cache")
+        warm_up_full(model, tokenizer, prompt)
+        found = {FULL: generate_full(model, tokenizer, prompt, new_tokens)}
+        tell("RoCo")
+        found[f"RoCo, {BOUND} tokens"] = _timed(model, tokenizer, prompt, new_tokens, cache)
     for table in comparison(found):
         console.print(table)
     _explain(console, cache)
@@ -270,8 +283,10 @@ def _explain(console: Any, cache: Any) -> None:
 
 def run() -> None:
     """The command, with what goes wrong told in a line."""
+    from kvdsl.busy import wait_passively
     from kvdsl.cli.common import guarded
 
+    wait_passively()
     sys.exit(guarded(lambda: main(standalone_mode=False)))
 
 
