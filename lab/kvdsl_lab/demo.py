@@ -67,7 +67,10 @@ def importable(context: click.Context, option: click.Parameter, out: Path) -> Pa
               help="A name of `kvdsl models`, which is fetched if it is not there, or a folder.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
               callback=importable, help="Where the compiled policy goes.")  # fmt: skip
-def main(new_tokens: int, model: str, out: Path) -> None:
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads; torch's choice, and fewer on a busy machine, where nothing is given."
+)
+def main(new_tokens: int, model: str, out: Path, threads: int | None) -> None:
     """Compile ChunkKV; find a fact with it, with SnapKV and the full cache; go on with a text under RoCo."""
     import torch
     from rich.console import Console
@@ -80,7 +83,7 @@ def main(new_tokens: int, model: str, out: Path) -> None:
     cache_class = _compile(console, out)
     lm, tokenizer, had = _model(console, model)
     torch.manual_seed(0)
-    if told := use_threads(None):
+    if told := use_threads(threads):
         warning(told)
     if tokenizer.chat_template is not None:
         _find(console, lm, tokenizer, cache_class)
