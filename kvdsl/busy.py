@@ -60,3 +60,12 @@ def threads(wanted: int) -> tuple[int, str | None]:
         f"other programs keep the cores busy: using {of} in place of {wanted}, which would wait for each other (--threads {wanted} "
         "uses them all the same)"
     )
+
+
+def use_threads(asked: int | None) -> str | None:
+    """Use as many as were asked for; where nobody asked, fewer than torch would on a busy machine. What to say of that, if anything."""
+    import torch
+
+    count, told = (asked, None) if asked else threads(torch.get_num_threads())
+    torch.set_num_threads(count)
+    return told

@@ -13,9 +13,9 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
 from kvdsl.helps import Help, add, both, instead, leave_out, offer
-from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
+from kvdsl.ir.nodes import Axis, Rank, Reduce, Tensor
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import has, parts_of, reads
 from kvdsl.sema.needs import (
     READS_TENSORS,
     asks_query_heads,
@@ -169,7 +169,7 @@ class Combinations(Said):
             statement = " ".join(words[:2] if words[0] == "keep" and self._has("select") else words[:1])
             message = f"without a budget nothing is evicted, so `{statement}` has no meaning"
             self.sink.report(codes.NO_BUDGET, span, message, help)
-        readers = [part.span for part in self.parts if _reads_input(part, "budget")]
+        readers = [part.span for part in self.parts if reads(part.expr, "budget")]
         readers += [self.params.checked[name].span for name, inputs in self.params.inputs.items() if "budget" in inputs]
         for span in readers:
             self.sink.report(codes.NO_BUDGET, span, "the policy has no budget that could be read here", help)
@@ -341,8 +341,8 @@ class Combinations(Said):
             self.sink.report(
                 codes.ACROSS, score.span, message, "a pool takes what the group has: `mean_pool(..., 1)` of it, say"
             )
-        for part in walk(score.expr):
-            if isinstance(part, Reduce) and part.axis is Axis.HEAD and (found := differing_inside(part)) is not None:
+        for part in parts_of(score.expr, Reduce, axis=Axis.HEAD):
+            if (found := differing_inside(part)) is not None:
                 inner = print_expression(found)
                 message = f"heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `{inner}`"
                 self.sink.report(codes.REDUCTION, score.span, message, f"reduce it before: `sum({inner} over slots)`")
@@ -387,12 +387,7 @@ class Combinations(Said):
             return
         own = [self.parts.exprs[name] for name in _OF_A_QUERY if name in self.parts.exprs]
         common = [(part.expr, part.span) for part in self.parts if part not in own]
-        common += [
-            (inner, part.span)
-            for part in own
-            for inner in walk(part.expr)
-            if isinstance(inner, Reduce) and inner.axis is Axis.HEAD
-        ]
+        common += [(inner, part.span) for part in own for inner in parts_of(part.expr, Reduce, axis=Axis.HEAD)]
         for expr, span in common:
             if asks_query_heads(expr):
                 message = f"`group each` reduces nothing, but `{print_expression(expr)}` is one number for the query heads of a KV head"
@@ -445,7 +440,7 @@ class Combinations(Said):
         if not self._has("select"):
             return
         for part in self.parts:
-            if part is not self.parts.exprs.get("select.by") and _reads_input(part, "logit"):
+            if part is not self.parts.exprs.get("select.by") and reads(part.expr, "logit"):
                 message = "a query that selects has no `logit` for the tokens that it skips, so the policy cannot read it"
                 labels = [Label(self._span("select"), "because of this")]
                 self.sink.report(
@@ -498,9 +493,5 @@ class Combinations(Said):
             self._refuse(codes.NEVER_READ, keyword, f"nothing reads what `{keyword}` finds", help)
 
 
-def _reads_input(part: Part, name: str) -> bool:
-    return any(isinstance(one, Input) and one.name == name for one in walk(part.expr))
-
-
 def _reads_within(part: Part, within: str) -> bool:
-    return any(isinstance(one, (Rank, Reduce)) and one.within == within for one in walk(part.expr))
+    return has(part.expr, Rank, within=within) or has(part.expr, Reduce, within=within)

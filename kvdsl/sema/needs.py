@@ -12,7 +12,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Rank, Reduce, TensorRef, is_call
 from kvdsl.ir.ops import FIXED, INPUTS, POOLS
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import children, of_query_heads, walk
+from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
@@ -54,10 +54,8 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
 
 def reads_data(expr: Expr) -> bool:
     """Whether a number depends on what is cached, or on how much of the text was read."""
-    return any(
-        part.kind == "reduce" or is_call(part, "enough", "random") or (isinstance(part, Input) and part.name not in FIXED)
-        for part in walk(expr)
-    )
+    changing = any(part.name not in FIXED for part in parts_of(expr, Input))
+    return changing or has(expr, Reduce) or any(is_call(part, "enough", "random") for part in walk(expr))
 
 
 def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
@@ -93,12 +91,12 @@ def differs_by_head(expr: Expr) -> bool:
 
 def reads_heads(expr: Expr) -> bool:
     """Whether a value reads all KV heads of a layer."""
-    return ranks_across(expr) or any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
+    return ranks_across(expr) or has(expr, Reduce, axis=Axis.HEAD)
 
 
 def ranks_across(expr: Expr) -> bool:
     """Whether a value is a place among the slots of all KV heads of a layer."""
-    return any(isinstance(part, Rank) and part.within == "heads" for part in walk(expr))
+    return has(expr, Rank, within="heads")
 
 
 def of_query_heads_at_once(expr: Expr) -> bool:
@@ -112,7 +110,7 @@ def of_query_heads_at_once(expr: Expr) -> bool:
 
 def asks_query_heads(expr: Expr) -> bool:
     """Whether a value is made of what each query head gives or has of its own."""
-    return of_query_heads(expr) or any(isinstance(part, Input) and part.name in ("attn", "logit") for part in walk(expr))
+    return of_query_heads(expr) or reads(expr, "attn", "logit")
 
 
 def of_query_heads_unpooled(expr: Expr) -> bool:
@@ -127,7 +125,7 @@ def of_query_heads_unpooled(expr: Expr) -> bool:
 
 def reads_text(expr: Expr) -> bool:
     """Whether a value reads the queries of the whole prompt."""
-    return any(isinstance(part, Reduce) and part.within == "text" for part in walk(expr))
+    return has(expr, Reduce, within="text")
 
 
 def compares_slots(expr: Expr) -> str | None:
@@ -148,8 +146,8 @@ def differing_inside(expr: Reduce) -> Expr | None:
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a value is one number for all KV heads of a layer; reports if not."""
     text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
-    for part in walk(value.expr):
-        if isinstance(part, Reduce) and part.axis is Axis.HEAD and (found := differing_inside(part)) is not None:
+    for part in parts_of(value.expr, Reduce, axis=Axis.HEAD):
+        if (found := differing_inside(part)) is not None:
             inner = print_expression(found)
             message = f"for a layer's share `over heads` reduces one number of each KV head, but `{inner}` {extent(axes_of(found))}"
             sink.report(codes.REDUCTION, span, message, f"reduce it before: `sum({inner} over slots)`")

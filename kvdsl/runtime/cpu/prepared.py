@@ -1,4 +1,4 @@
-"""What the kernels are given: structures that mirror those of include/kvdsl, and a layer's call of them, prepared once.
+"""What the kernels are given: the structures that headers of include/kvdsl declare, and a layer's call of them, prepared once.
 
 From token to token only the addresses of what is new are written.
 """
@@ -6,12 +6,14 @@ From token to token only the addresses of what is new are written.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvdsl.build.cxx import INCLUDE
 from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.blocks import Blocks
@@ -20,36 +22,29 @@ from kvdsl.runtime.state.slots import SameTensors, SlotState
 from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch.attention import in_rows
 
+_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "float": ctypes.c_float}
+_FIELD = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
+
+
+def _fields(header: str, struct: str) -> Iterator[tuple[str, type[Any]]]:
+    """The fields of a struct, as a header declares them, a line each."""
+    text = (INCLUDE / "kvdsl" / header).read_text(encoding="utf-8")
+    (body,) = re.findall(rf"^struct {struct} {{$(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    for kind, pointer, name, count in _FIELD.findall(body):
+        one: type[Any] = ctypes.c_void_p if pointer else _TYPES[kind]
+        yield name, one * int(count) if count else one
+
 
 class DecodeArgs(ctypes.Structure):
-    """Mirrors kvdsl/args.hpp field by field."""
+    """The one of kvdsl/args.hpp, which says what its fields are."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "since",
-            "seen", "real", "params", "constants", "supplied", "sinks", "slopes", "rank", "half_keys", "near", "far", "sketch", "prompt",
-            "sketch_keys", "page_bounds", "copied", "made", "taken", "beside", "seconds",
-        )),
-        *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
-        *((name, ctypes.c_int32) for name in (
-            "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row", "params_per_head",
-            "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
-            "sketch_width", "pages", "block_size", "blocks",
-        )),
-        ("seed", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )  # fmt: skip
+    _fields_ = tuple(_fields("args.hpp", "DecodeArgs"))
 
 
 class PromptArgs(ctypes.Structure):
-    """Mirrors the one of kvdsl/prompt.hpp."""
+    """The one of kvdsl/prompt.hpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "newest", "adds_up")),
-        ("first", ctypes.c_int32),
-    )
+    _fields_ = tuple(_fields("prompt.hpp", "PromptArgs"))
 
 
 def address(tensor: Tensor | None) -> int | None:

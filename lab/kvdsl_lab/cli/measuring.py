@@ -76,9 +76,9 @@ class Measured:
 
     def __init__(self, model: str | None, text: Path | None, backend: str, threads: int | None, dtype: str | None) -> None:
         refuse_triton(backend)
+        from kvdsl.busy import use_threads
         from kvdsl.generation.models import load_model
         from kvdsl.generation.text import read_text
-        from kvdsl.generation.threads import use_threads
 
         if told := use_threads(threads):
             warning(told)

@@ -1,4 +1,4 @@
-// The arguments of one decode call, mirrored field by field by a ctypes.Structure.
+// The arguments of one decode call. Python reads the struct's fields from here, so that each stands in a line of its own.
 #pragma once
 
 #include <cstdint>
