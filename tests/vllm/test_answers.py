@@ -416,8 +416,6 @@ REFUSED = [
     ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*over slots where position >= prompt"),
     ({"policy": "h2o_answer", "budget": 0.25}, {}, "a rate of each prompt"),
     ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
-    ({"policy": "h2o_answer", "budget": 64}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                                                     "prompt_lookup_max": 3}}, "leave --speculative-config out"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "kv-events"),
 ]  # fmt: skip
