@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_layers, refuse_policy
+from kvdsl.integrations.vllm.refusals import refuse_answers, refuse_configuration, refuse_layer, refuse_layers, refuse_policy
 from kvdsl.integrations.vllm.settings import Settings, parsed
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
@@ -150,3 +150,19 @@ def test_a_kind_of_a_known_layer_is_unknown() -> None:
     refuse_layer(Full(), Full)
     with pytest.raises(KvdslError, match="a layer's cache is vLLM's WithSinks"):
         refuse_layer(WithSinks(), Full)
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "leave --speculative-config out"),
+        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "leave --kv-events-config out"),
+        ({"additional_config": {"kvdsl_trace": "one.html"}}, "leave the trace out"),
+    ],
+)
+def test_what_is_not_served_where_prompts_are_shared(asked: dict[str, object], what: str) -> None:
+    """In vLLM itself `tests/vllm` asks for some of it; a process that has guessed makes no second engine there."""
+    nothing = {"speculative_config": None, "kv_events_config": None, "additional_config": {}}
+    refuse_answers(SimpleNamespace(**nothing))
+    with pytest.raises(KvdslError, match=what):
+        refuse_answers(SimpleNamespace(**nothing | asked))

@@ -5,6 +5,10 @@ whoever else is served, however its prompt comes, and if it loses its blocks.
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,10 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
+import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.answers import AnswerAttention
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import reference_model_path
 from tests.vllm.alone import NEAR, alone, params, reference
 from tests.vllm.texts import drawn
@@ -62,13 +68,13 @@ class Served:
     """Requests in one engine, step by step.
 
     Attributes:
-        held: by request what each layer held of its answer after its last step: sets of places, a KV head each.
+        held: by request, and by how many tokens of its answer it had read, what each layer held of these: sets of places, a KV head each.
         steps: how many there were.
     """
 
     def __init__(self, llm: LLM, during: Callable[[Served], None] | None = None) -> None:
         self.llm, self.during, self.steps = llm, during, 0
-        self.held: dict[str, list[list[list[int]]]] = {}
+        self.held: dict[str, dict[int, list[list[list[int]]]]] = {}
         self.outputs: dict[str, Any] = {}
 
     def add(self, name: str, text: list[int], asked: SamplingParams | None = None, **more: Any) -> None:
@@ -84,14 +90,14 @@ class Served:
             for one in where.values():
                 blocks = here.kv_cache_manager.get_block_ids(one.request_id)[0]
                 if one in here.running and one.num_output_tokens >= 2 and one.num_computed_tokens == one.num_tokens - 1:
-                    self.note(one.request_id.partition("-")[0], blocks, one.num_prompt_tokens)
+                    self.note(one.request_id.partition("-")[0], one.num_output_tokens - 1, blocks, one.num_prompt_tokens)
             self.steps += 1
             if self.during is not None:
                 self.during(self)
         return self
 
-    def note(self, name: str, blocks: list[int], prompt: int) -> None:
-        self.held[name] = [
+    def note(self, name: str, read: int, blocks: list[int], prompt: int) -> None:
+        self.held.setdefault(name, {})[read] = [
             [sorted(place for place in head.tolist() if place >= 0) for head in layer.held(blocks, prompt)]
             for layer in layers(self.llm)
         ]
@@ -105,12 +111,38 @@ def check(policy: str, served: Served, texts: dict[str, list[int]], model: Any =
         found = [step[token].logprob for token, step in zip(tokens, answer.logprobs, strict=True)]
         expected, _ = alone(policy, text, tokens, model)
         assert np.abs(np.array(found) - expected).max() < near, name
-        if name in served.held:  # the last token that the engine has read is the one before the last two
-            _, positions = alone(policy, text, tokens[:-1], model)
-            for layer, position in positions.items():
-                kept = [sorted(head[head >= len(text)].tolist()) for head in position]
-                assert kept == served.held[name][layer], (name, layer)
-                assert all((head[head >= 0] < len(text)).sum() == len(text) for head in position)
+        if name in served.held:
+            compare_held(policy, text, tokens, served.held[name], model or reference()[0])
+
+
+def compare_held(
+    policy: str, text: list[int], tokens: list[int], held: dict[int, list[list[list[int]]]], model: Any
+) -> None:
+    """That an answer holds at every step what it holds in transformers, but where two tokens are alike to the last digits.
+
+    A head of the model that comes with kvdsl-lab gives its newest token but one all it has: sums of attention are alike there. Which of two
+    leaves is a matter of the order in which numbers are added up, which differs.
+    """
+    made = kvdsl.load(policy)(model, **params(policy))
+    parted, known = set[tuple[int, int]](), {}
+    with torch.no_grad():
+        model(torch.tensor([text]), **with_cache(made))
+        for read, token in enumerate(tokens[: max(held)], 1):
+            model(torch.tensor([[token]]), **with_cache(made))
+            for layer, heads in enumerate(held.get(read, ())):
+                position, columns = made.positions(layer)[0], made.layers[layer].state.columns[:, 0]
+                for head, ours in enumerate(heads):
+                    here = {
+                        int(place): columns[:, head, slot] for slot, place in enumerate(position[head]) if place >= len(text)
+                    }
+                    assert int((position[head] >= 0).sum()) == len(text) + len(here)
+                    if (layer, head) not in parted and sorted(here) != ours:
+                        (theirs,), (own,) = here.keys() - {*ours}, {*ours} - here.keys()
+                        before = known[layer, head]
+                        assert torch.allclose(before[theirs], before[own], rtol=2e-6, atol=0), (layer, head, theirs, own)
+                        parted.add((layer, head))
+                    known[layer, head] = here
+    assert len(parted) <= 1
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -262,7 +294,9 @@ def test_several_answers_and_stop_strings(served: tuple[str, LLM]) -> None:
 
 def test_blocks_stop_growing_and_who_runs_keeps_them() -> None:
     """A small pool: an answer has its blocks as soon as its prompt has ended, so that nobody is preempted amid one; priorities hold."""
-    llm = engine("h2o_answer", max_model_len=352, num_gpu_blocks_override=27, scheduling_policy="priority", watermark=0.0)
+    llm = engine(
+        "h2o_answer", max_model_len=352, num_gpu_blocks_override=27, scheduling_policy="priority", disable_log_stats=False
+    )
     counts: dict[str, set[int]] = {}
 
     def during(served: Served) -> None:
@@ -291,9 +325,9 @@ def test_whatever_the_parts_of_a_prompt(at_once: int) -> None:
     check("roco_easykv", found, named)
 
 
-@pytest.mark.parametrize("policy", ["h2o_answer", "roco_easykv"])
+@pytest.mark.parametrize("policy", ["random_answer", "roco_easykv"])
 def test_another_model(policy: str, tmp_path: Path) -> None:
-    """Heads of other sizes, each KV head for itself, blocks of vLLM's own size, compiled around attention."""
+    """Heads of other sizes, each KV head for itself, in blocks of vLLM's own size."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
@@ -301,9 +335,35 @@ def test_another_model(policy: str, tmp_path: Path) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
-    llm = engine(policy, model=tmp_path, skip_tokenizer_init=True, enforce_eager=False, block_size=None)
+    llm = engine(policy, model=tmp_path, skip_tokenizer_init=True, block_size=None)
     found, named = everyone(llm)
     check(policy, found, named, model)
+
+
+COMPILED = """
+import json
+from tests.vllm.test_answers import drawn, engine, wanted
+if __name__ == "__main__":
+    llm = engine("roco_easykv", enforce_eager=False, block_size=None)
+    for _ in range(2):
+        answers = llm.generate([{"prompt_token_ids": drawn(n)} for n in (9, 130, 301)], wanted(), use_tqdm=False)
+    found = [[list(a.outputs[0].token_ids), [s[t].logprob for t, s in zip(a.outputs[0].token_ids, a.outputs[0].logprobs)]] for a in answers]
+    print("told:", json.dumps([found, sum(a.num_cached_tokens for a in answers)]))
+"""
+
+
+def test_compiled_around_attention_and_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """As `vllm serve` does it."""
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, hits = json.loads(done.stdout.rpartition("told: ")[2])
+    assert hits == 128 + 256
+    for length, (tokens, thought) in zip((9, 130, 301), found, strict=True):
+        expected, _ = alone("roco_easykv", drawn(length), tokens)
+        assert np.abs(np.array(thought) - expected).max() < NEAR
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -353,12 +413,9 @@ def test_an_engine_without_a_policy_before_and_after_is_untouched() -> None:
 
 
 REFUSED = [
-    ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*by position < prompt|over slots where position >= prompt"),
+    ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*over slots where position >= prompt"),
     ({"policy": "h2o_answer", "budget": 0.25}, {}, "a rate of each prompt"),
     ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
-    ({"policy": "h2o_answer", "budget": 4096}, {}, "say --block-size"),
-    ({"policy": "h2o_answer", "budget": 64}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                                                     "prompt_lookup_max": 3}}, "leave --speculative-config out"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "kv-events"),
 ]  # fmt: skip
@@ -371,8 +428,11 @@ def test_refusals(asked: dict[str, Any], more: dict[str, Any], why: str) -> None
 
 
 def test_the_block_size_that_is_named_is_large_enough() -> None:
-    with pytest.raises(Exception, match="--block-size") as caught:
-        engine(None, block_size=SIZE, additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 4096}})
-    assert isinstance(caught.value, KvdslError)
+    asked = {"additional_config": {"kvdsl": {"policy": "roco_easykv", "generated": 1000}}, "max_model_len": 1100}
+    with pytest.raises(KvdslError, match="--block-size") as caught:
+        engine("roco_easykv", **asked)
     size = int(str(caught.value).partition("--block-size ")[2].partition(",")[0])
-    engine(None, block_size=size, additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 4096}})
+    llm = engine("roco_easykv", block_size=size, **asked)
+    assert scheduler(llm).kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == size
+    with pytest.raises(KvdslError, match=f"--block-size {size}"):
+        engine("roco_easykv", block_size=size - SIZE, **asked)
