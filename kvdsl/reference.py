@@ -176,7 +176,7 @@ def parameters(name: str, *, extreme: bool = False) -> tuple[str, ...]:
         extreme: of `max` and `min` as functions of several values, which are reductions of one, too.
     """
     if name in ops.REDUCTIONS and not extreme:
-        return ("x", "d") if ops.REDUCTIONS[name].decay else ("x",)
+        return ("x", *ops.REDUCTIONS[name].argument)
     if name in ops.FORMS:
         return tuple(re.findall(r"\w+", ops.FORMS[name].written)[1:])
     return _PARAMETERS[ops.ELEMENTWISE[name] - 1]

@@ -490,6 +490,9 @@ _REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
 }
 """What the reductions of `kvdsl.ir.ops` mean, but for `ema`, which is `kvdsl.interp.memory.over_queries`."""
 
+WITH_ARGUMENT: dict[str, Callable[[Array, float], Array]] = {}
+"""What those with an argument mean, of what one slot was given."""
+
 
 def _truth(x: Array) -> Mask:
     """A number holds where it is not 0; so a NaN does."""

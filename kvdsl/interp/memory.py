@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
+from kvdsl.interp.evaluate import WITH_ARGUMENT, Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, parts_of, walk
@@ -103,13 +103,13 @@ class History:
         first = -np.inf
         if leaf.last is not None:
             first = max(moment.since, moment.newest - at_least_one(moment.number(leaf.last)) + 1)
-        decay = 0.0 if leaf.decay is None else moment.number(leaf.decay)
+        argument = None if leaf.argument is None else moment.number(leaf.argument)
         holds = slots if leaf.where is None else self._received[leaf.where]
         received = [
             [value for query, value in slots[slot].items() if query >= first and (leaf.where is None or holds[slot][query])]
             for slot in moment.chosen
         ]
-        return per_slot([over_queries(leaf.op, values, decay) for values in received])
+        return per_slot([over_queries(leaf.op, values, argument) for values in received])
 
     def prune(self, values: Values) -> None:
         """Note what folds over prunes come to."""
@@ -127,18 +127,20 @@ class History:
         return deepcopy(self)
 
 
-def over_queries(op: str, values: list[float], decay: float = 0.0) -> float:
+def over_queries(op: str, values: list[float], argument: float | None = None) -> float:
     """A reduction of what one slot was given, in the queries' order.
 
     A slot may have been given nothing: its sum is 0, its max -inf, its min inf, and anything else NaN.
     """
     if not values:
         return REDUCTIONS[op].of_nothing
-    if op != "ema":
+    if argument is None:
         return float(fold(op, np.array(values), axis=0)[0])
+    if op != "ema":
+        return float(WITH_ARGUMENT[op](np.array(values), argument))
     average, *later = values
     for value in later:
-        average = decay * average + (1 - decay) * value
+        average = argument * average + (1 - argument) * value
     return average
 
 
@@ -196,17 +198,18 @@ class Columns:
         if not isinstance(leaf, ColumnRef):
             raise LookupError(f"the {leaf.kind} was not made a column")
         held = self.values[leaf.name][moment.chosen]
-        return per_slot(held) if leaf.op is None else self._over_ring(leaf.name, leaf.op, held, moment)
+        return per_slot(held) if leaf.op is None else self._over_ring(leaf, leaf.op, held, moment)
 
-    def _over_ring(self, name: str, op: str, held: Array, moment: Moment) -> Array:
+    def _over_ring(self, leaf: ColumnRef, op: str, held: Array, moment: Moment) -> Array:
         """Each slot's places are read from the oldest query to the newest that it still holds."""
-        column = next(column for column in self._columns if column.name == name)
+        column = next(column for column in self._columns if column.name == leaf.name)
+        argument = None if leaf.argument is None else moment.number(leaf.argument)
         size = _ring_size(column, moment.number)
         queries = range(max(moment.since, moment.newest - size + 1), moment.newest + 1)
         reach = np.inf if moment.window is None else moment.window
         return per_slot(
             [
-                over_queries(op, [places[query % size] for query in queries if own <= query < own + reach])
+                over_queries(op, [places[query % size] for query in queries if own <= query < own + reach], argument)
                 for places, own in zip(held, moment.position, strict=True)
             ]
         )

@@ -158,8 +158,8 @@ class Reduce(Expression):
 
     Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last` over those
     of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and each later one
-    gives decay * ema + (1 - decay) * value. Within `text` it ranges over all queries of the prompt that has come, but for those at the
-    first `after` places, whether they saw the slot or not, and leaves no slots of its own.
+    gives d * ema + (1 - d) * value, with `argument` as d. Within `text` it ranges over all queries of the prompt that has come, but for
+    those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own.
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within `page` it
     gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it.
     Over dims within `sketch` it ranges over the sketch's dims only.
@@ -169,13 +169,13 @@ class Reduce(Expression):
     `std` and `var` are the population's.
     """
 
-    operands = ("body", "last", "decay", "after", "where", "by")
+    operands = ("body", "last", "argument", "after", "where", "by")
     kind: Literal["reduce"] = "reduce"
     op: ReduceOp
     axis: Axis
     body: Expr
     last: Expr | None = None
-    decay: Expr | None = None
+    argument: Expr | None = None
     within: Within = "all"
     after: Expr | None = None
     where: Expr | None = None
@@ -225,11 +225,15 @@ class Rank(Expression):
 
 
 class ColumnRef(Expression):
-    """What a state column holds of a slot; of a ring, reduced by `op`. Only passes make these (`kvdsl.passes.columns`)."""
+    """What a state column holds of a slot; of a ring, reduced by `op`, perhaps with an argument. Only passes make these
+    (`kvdsl.passes.columns`).
+    """
 
+    operands = ("argument",)
     kind: Literal["column"] = "column"
     name: str
     op: ReduceOp | None = None
+    argument: Expr | None = None
 
 
 EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Call, Reduce, Rank, Other, Fold, ColumnRef)

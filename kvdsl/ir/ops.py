@@ -292,7 +292,7 @@ class ReductionRow:
     Attributes:
         doc: one line, for the language's reference.
         over: what it can range over.
-        decay: whether it takes a decay, as a second argument.
+        argument: what its second argument is, a number from 0 to 1; empty if it takes none.
         rises: whether it can only rise if one of the values does, so that it lies between what their bounds give.
         of_nothing: what it is where no query of the range saw the slot, of a page that is not there, and of others where there are none.
         columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
@@ -303,7 +303,7 @@ class ReductionRow:
     name: str
     doc: str
     over: tuple[str, ...]
-    decay: bool = False
+    argument: str = ""
     rises: bool = True
     of_nothing: float = math.nan
     columns: Formula | None = None
@@ -338,12 +338,12 @@ REDUCTIONS = _table(
             "ema",
             "the moving average: the first query gives x, each later one makes it d * ema + (1 - d) * x",
             ("queries",),
-            decay=True,
+            argument="d",
         ),
     ]
 )
 
-PLAIN_REDUCTIONS = tuple(row.name for row in REDUCTIONS.values() if not row.decay)
+PLAIN_REDUCTIONS = tuple(row.name for row in REDUCTIONS.values() if not row.argument)
 """The reductions of one value and nothing else."""
 
 

@@ -91,8 +91,8 @@ _SIGNS = {"neg": ("-", Strength.FACTOR), "not": ("not ", Strength.NOT)}
 
 
 def _reduce(expr: Reduce) -> tuple[str, Strength]:
-    decay = "" if expr.decay is None else f", {_text(expr.decay, Strength.OR)}"
-    return _atom(f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{decay})")
+    argument = "" if expr.argument is None else f", {_text(expr.argument, Strength.OR)}"
+    return _atom(f"{expr.op}({_text(expr.body, Strength.OR)}{_over(expr)}{_only(expr)}{argument})")
 
 
 def _rank(expr: Rank) -> tuple[str, Strength]:

@@ -162,7 +162,7 @@ class SlotPrinter(_CppPrinter):
     def column(self, name: str) -> Fragment:
         return Fragment(f"{name}[{self.at}]", uses=(Use("column", name), self.slot))
 
-    def ring(self, name: str, op: str) -> Fragment:
+    def ring(self, name: str, op: str, *argument: Fragment) -> Fragment:
         use = Use("ring", name, op)
         return Fragment(f"{ring_name(use)}[{self.at}]", uses=(use, self.slot))
 

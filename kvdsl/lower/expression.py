@@ -253,14 +253,14 @@ class Printer(ABC):
         if expr.op is None:
             return self.column(expr.name)
         self.can.check(expr.op, "history")
-        return self.ring(expr.name, expr.op)
+        return self.ring(expr.name, expr.op, *(self.value(part) for part in children(expr)))
 
     def column(self, name: str) -> Fragment:
         """What a column holds of a slot."""
         raise AssertionError("no columns are read here")
 
-    def ring(self, name: str, op: str) -> Fragment:
-        """What a ring holds of a slot, reduced."""
+    def ring(self, name: str, op: str, *argument: Fragment) -> Fragment:
+        """What a ring holds of a slot, reduced, perhaps with an argument."""
         raise AssertionError("no rings are read here")
 
     def binary(self, expr: Call) -> Fragment:

@@ -250,8 +250,9 @@ class TensorPrinter(_TorchPrinter):
     def column(self, name: str) -> Fragment:
         return self._lift(Fragment(name, uses=(Use("column", name),)))
 
-    def ring(self, name: str, op: str) -> Fragment:
-        return self._of_view(f'ring("{name}", "{op}")', grouped=True, dims=True)
+    def ring(self, name: str, op: str, *argument: Fragment) -> Fragment:
+        made = self._of_view(f'ring("{name}", "{op}"' + ", {}" * len(argument) + ")", grouped=True, dims=True)
+        return fragment(made.text, *argument, uses=made.uses)
 
     def _lift(self, made: Fragment) -> Fragment:
         """Make room for the axes that a value over queries and slots lacks here."""

@@ -133,7 +133,7 @@ class BlockPrinter(_TritonPrinter):
     def column(self, name: str) -> Fragment:
         return Fragment(name, uses=(Use("column", name),))
 
-    def ring(self, name: str, op: str) -> Fragment:
+    def ring(self, name: str, op: str, *argument: Fragment) -> Fragment:
         use = Use("ring", name, op)
         return Fragment(ring_name(use), uses=(use,))
 

@@ -110,8 +110,8 @@ class _Columns:
 
     def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
         if expr.last is not None:
-            return ColumnRef(name=self._column("ring", body, size=expr.last), op=expr.op)
-        return self._of_columns(expr.op, body, expr.decay)
+            return ColumnRef(name=self._column("ring", body, size=expr.last), op=expr.op, argument=expr.argument)
+        return self._of_columns(expr.op, body, expr.argument)
 
     def _of_columns(self, op: str, body: Expr, decay: Expr | None) -> Expr:
         """The reduction as a column, or as what its row says of columns."""

@@ -89,7 +89,7 @@ def _average(expr: Expr) -> Expr | None:
         return None
     if decay == ZERO:
         return Reduce(op="last", axis=Axis.QUERY, body=x)
-    return Reduce(op="ema", axis=Axis.QUERY, body=x, decay=decay)
+    return Reduce(op="ema", axis=Axis.QUERY, body=x, argument=decay)
 
 
 _ROWS: tuple[Callable[[Expr], Expr | None], ...] = (_absolute, _ceiling, _power, _variance, _deviation, _average)

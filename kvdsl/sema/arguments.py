@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import Fix, Help, offer
-from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, PRELUDE
+from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, PRELUDE, REDUCTIONS
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -90,6 +90,8 @@ def how_to_call(node: syn.Call) -> str:
         )
         value = next((one for one in texts if one != width), "sum(attn)")
         return offer(f"write `{name}({value}, {width})`")
+    if REDUCTIONS[name].argument:
+        return example(name)
     axes = [axis for argument in rest if (axis := _axis(argument)) is not None]
     if first.over is not None and axes:
         one, both = f"{name}({first.span.quoted()})", f"{name}({name}({first.span.quoted()}) over {axes[0]})"

@@ -425,8 +425,8 @@ class Expressions(Forms):
         for part in walk(value.expr):
             if part in self.vectors:
                 self.vectors.setdefault(made, self.vectors[part])
-        if isinstance(made, Reduce) and made.decay is not None:
-            decay = Part(made.decay, self._place(node.arguments[-1].value.span))
+        if isinstance(made, Reduce) and made.argument is not None:
+            decay = Part(made.argument, self._place(node.arguments[-1].value.span))
             self.bounded.append(Bounded(f"the decay of `{node.function.text}`", decay, 0, 1))
         return replace(value, expr=made, parts=sum(1 for _ in walk(made)), constant=value_of(made))
 
@@ -460,8 +460,8 @@ class Expressions(Forms):
     def _reduction(self, node: syn.Call, row: ReductionRow, scope: Scope) -> Value | None:
         """`sum(x)`, `sum(x over dims)`, `ema(x, d)`: the first argument is reduced, and may say over what."""
         op = row.name
-        if len(node.arguments) != 1 + row.decay or node.arguments[0].keyword is not None:
-            what = "one value, and takes a decay" if row.decay else "exactly one value"
+        if len(node.arguments) != 1 + bool(row.argument) or node.arguments[0].keyword is not None:
+            what = f"one value, and takes `{row.argument}`" if row.argument else "exactly one value"
             self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces {what}", how_to_call(node))
             return None
         if not self._plain(node.function.text, node.arguments[1:]):
@@ -472,10 +472,12 @@ class Expressions(Forms):
         self.reductions.around.pop()
         if over is not None and body is not None:
             over, body = self._with_pages(node, *in_fewer_words(over, body, self._is_page))
-        decay = self._fixed(node.arguments[1].value, scope, f"the decay of `{op}`", 0, 1) if row.decay else None
-        if over is None or body is None or (row.decay and decay is None):
+        argument = None
+        if row.argument:
+            argument = self._fixed(node.arguments[1].value, scope, f"the `{row.argument}` of `{op}`", 0, 1)
+        if over is None or body is None or (row.argument and argument is None):
             return None
-        made = self.reductions.reduce(node, op, over, body, decay)
+        made = self.reductions.reduce(node, op, over, body, argument)
         if made is not None and over.range != "text" and over.axis is Axis.QUERY and Axis.DIM in body.axes:
             message, help = vector(node, body)
             self.vectors.setdefault(made.expr, self._reporting(codes.VECTOR, node.arguments[0].value.span, message, help))

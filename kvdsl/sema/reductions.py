@@ -118,13 +118,13 @@ class Reductions:
         self.report(codes.AXIS, word.span, f"unknown axis `{word.text}`", help)
         return None
 
-    def reduce(self, node: syn.Call, op: str, over: Over, body: Value, decay: Value | None = None) -> Value | None:
-        """The reduction that a call stands for; `decay` is that of `ema`."""
+    def reduce(self, node: syn.Call, op: str, over: Over, body: Value, argument: Value | None = None) -> Value | None:
+        """The reduction that a call stands for, perhaps with an argument of its own."""
         reduced = body if over.where is None else values.call("where", over.where, body, values.number(0))
         fits = self._fits_operator(node, op, over, reduced) and self._fits_body(node, op, over, reduced)
         if not fits or not self.fits_key(node, over, reduced):
             return None
-        return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after, over.where, over.by)
+        return values.reduce(op, over.axis, body, over.last, argument, over.within, over.after, over.where, over.by)
 
     def fits_key(self, node: syn.Call, over: Over, body: Value) -> bool:
         """Whether slots can be told apart by a key, and what they have be reduced by it: whatever the query."""
@@ -152,7 +152,7 @@ class Reductions:
         return False
 
     def _fits_operator(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
-        if over.where is not None and (REDUCTIONS[op].decay or op in ("last", "median")):
+        if over.where is not None and (REDUCTIONS[op].argument or op in ("last", "median")):
             text = node.arguments[0].value.span.quoted()
             help = (
                 f"`fold(where(c, {text}, prev), 0)` goes on with the newest one for which c holds" if op == "last" else None
@@ -169,9 +169,10 @@ class Reductions:
             help = offer(f"write {listed(others)}")
             self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
         elif over.range == "queries":
-            text = node.arguments[0].value.span.quoted()
+            text, *rest = (argument.value.span.quoted() for argument in node.arguments)
             message = f"`{op}` of all queries cannot be kept up to date with one number per token"
-            self.report(codes.ARGUMENTS, node.span, message, offer(f"write `{op}({text} over last 32 queries)`", ", say"))
+            made = ", ".join([f"{text} over last 32 queries", *rest])
+            self.report(codes.ARGUMENTS, node.span, message, offer(f"write `{op}({made})`", ", say"))
         else:
             only = " and ".join(RANGES[name].removeprefix("over ") for name in ranges)
             text = ", ".join(one.value.span.quoted() for one in node.arguments)
@@ -346,7 +347,7 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
     """The first reduction over queries that is written in an expression."""
     if isinstance(node, syn.Call):
         name, over = node.function.text, node.arguments[0].over if node.arguments else None
-        reduces = name == "count" or (name in REDUCTIONS and len(node.arguments) == 1 + REDUCTIONS[name].decay)
+        reduces = name == "count" or (name in REDUCTIONS and len(node.arguments) == 1 + bool(REDUCTIONS[name].argument))
         if reduces and (over is None or over.axis.text == "queries"):
             return node
         parts: tuple[syn.Expr, ...] = tuple(argument.value for argument in node.arguments)

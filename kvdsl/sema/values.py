@@ -97,15 +97,15 @@ def reduce(
     axis: Axis,
     body: Value,
     last: Value | None = None,
-    decay: Value | None = None,
+    argument: Value | None = None,
     within: Within = "all",
     after: Value | None = None,
     where: Value | None = None,
     by: Value | None = None,
 ) -> Value:
     """A reduction. One over queries or others leaves one number per slot; one by a key gives every slot the value of its key's slots."""
-    args = tuple(value for value in (body, last, decay, after, where, by) if value is not None)
-    parts = {"last": last, "decay": decay, "after": after, "where": where, "by": by}
+    args = tuple(value for value in (body, last, argument, after, where, by) if value is not None)
+    parts = {"last": last, "argument": argument, "after": after, "where": where, "by": by}
     exprs = {name: value.expr for name, value in parts.items() if value is not None}
     expr = Reduce(op=op, axis=axis, body=body.expr, within=within).model_copy(update=exprs)
     combined = _combined(expr, args, condition=False, constant=None)

@@ -23,7 +23,7 @@ TARGETS = ("cpu", "torch", "triton")
 _EVICTS = "param budget = 7\nscore {}"
 _REDUCED = {
     "queries": (_EVICTS, "{op}(attn{decay})"),
-    "history": (_EVICTS, "{op}(attn over last 3 queries)"),
+    "history": (_EVICTS, "{op}(attn over last 3 queries{decay})"),
     "slots": (_EVICTS, "sum(attn > {op}(attn over slots)) + position * {op}(sum(attn) over slots)"),
     "dims": (_EVICTS, "{op}(k over dims) + sum({op}(q * k over dims))"),
     "dims, of some tokens": (_EVICTS, "sum(attn) + {op}(k over dims where age != 4)"),
@@ -156,7 +156,7 @@ def policy(body: str) -> Policy:
 def reduction(op: str, over: str) -> Policy:
     """A policy that reduces by `op` over a range."""
     statement, text = _REDUCED[over]
-    return policy(statement.format(text.format(op=op, decay=", 0.5" if ops.REDUCTIONS[op].decay else "")))
+    return policy(statement.format(text.format(op=op, decay=", 0.5" if ops.REDUCTIONS[op].argument else "")))
 
 
 def some(op: str, over: str) -> Policy:

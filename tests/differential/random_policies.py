@@ -59,7 +59,7 @@ ARITHMETIC = ("+", "*", "-", "/", "+", "*", "%", "**")
 COMPARISONS = tuple(sorted(ops.COMPARISONS))
 UNARY = ("neg", *(name for name, count in ops.ELEMENTWISE.items() if count == 1))
 OF_QUERIES = tuple(name for name, row in ops.REDUCTIONS.items() if {"queries", "history"} & set(row.over))
-FILTERED = tuple(name for name, row in ops.REDUCTIONS.items() if not row.decay and name not in ("last", "median"))
+FILTERED = tuple(name for name, row in ops.REDUCTIONS.items() if not row.argument and name not in ("last", "median"))
 SHAPES = ("leaf", *["reduce"] * 4, *["binary"] * 3, "unary", "extreme", "where", "condition")
 
 ONE, NOTHING = Number(value=1), Number(value=0)
@@ -389,8 +389,8 @@ class Maker:
     def of_queries(self, op: str, body: Expr) -> Expr:
         over = ops.REDUCTIONS[op].over
         history = "history" in over and ("queries" not in over or self.rarely())
-        decay = self.decay() if ops.REDUCTIONS[op].decay else None
-        return Reduce(op=op, axis=QUERY, body=body, last=self.count(7, 1) if history else None, decay=decay)
+        decay = self.decay() if ops.REDUCTIONS[op].argument else None
+        return Reduce(op=op, axis=QUERY, body=body, last=self.count(7, 1) if history else None, argument=decay)
 
     def decay(self) -> Expr:
         if self.one_of(True, False):

@@ -45,7 +45,8 @@ def random_score(draw: Random, depth: int = 4) -> str:
         over = draw.choice([name for name in _OVER if name in row.over])
         only = " where " + draw.choice(_WHERE.get(over, _WHERE["queries"])) if draw.random() < 0.4 else ""
         key = f" by {draw.choice(_KEYS)}" if over == "slots" and draw.random() < 0.3 else ""
-        return f"{row.name}({inner[0]}{_OVER[over].format(draw.randint(1, 4))}{only.format(*inner[1:])}{key}{', 0.5' if row.decay else ''})"
+        argument = ", 0.5" if row.argument else ""
+        return f"{row.name}({inner[0]}{_OVER[over].format(draw.randint(1, 4))}{only.format(*inner[1:])}{key}{argument})"
     if shape == "other":
         own, other = draw.choice(_OF_SLOTS), draw.choice([*_OF_SLOTS, inner[0]])
         only = draw.choice(_OF_TWO).format(own)

@@ -46,7 +46,7 @@ def recent(op: str, body: Expr, count: Expr | float) -> Expr:
 
 
 def ema(body: Expr, decay: float) -> Expr:
-    return Reduce(op="ema", axis=Axis.QUERY, body=body, decay=num(decay))
+    return Reduce(op="ema", axis=Axis.QUERY, body=body, argument=num(decay))
 
 
 def pool(op: str, body: Expr, size: float) -> Expr:

@@ -25,7 +25,7 @@ def test_over_the_last_queries() -> None:
 
 
 def test_ema() -> None:
-    expected = Reduce(op="ema", axis=Axis.QUERY, body=ATTN, decay=Number(value=0.9))
+    expected = Reduce(op="ema", axis=Axis.QUERY, body=ATTN, argument=Number(value=0.9))
     assert score("ema(attn, 0.9)") == expected
     assert score("ema(attn over queries, 0.9)") == expected
     assert print_expression(score("max(0, ema(dot(q, k), 1 / layers))")) == "max(0, ema(sum(q * k over dims), 1 / layers))"

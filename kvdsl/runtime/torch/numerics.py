@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 
-def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """Reduce an axis to size 1 over what is visible, by one of `MASKED`."""
-    return MASKED[op](x, visible, dim)
+def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int, argument: Tensor | float | None = None) -> Tensor:
+    """Reduce an axis to size 1 over what is visible, by one of `MASKED`, or of `WITH_ARGUMENT` with the argument of its own."""
+    return MASKED[op](x, visible, dim) if argument is None else WITH_ARGUMENT[op](x, visible, dim, argument)
 
 
 def _sum(x: Tensor, visible: Tensor, dim: int) -> Tensor:
@@ -48,6 +48,10 @@ MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
 }
 """The reductions that `kvdsl/lower/torch_expressions.py` says there are."""
+
+
+WITH_ARGUMENT: dict[str, Callable[[Tensor, Tensor, int, Tensor | float], Tensor]] = {}
+"""Those that take a number, which broadcasts over the rest."""
 
 
 def sqrt(x: Tensor) -> Tensor:

@@ -157,8 +157,12 @@ class View:
         """A state column."""
         return self.columns[name].unsqueeze(2)
 
-    def ring(self, name: str, op: str) -> Tensor:
-        """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
+    def ring(self, name: str, op: str, argument: Tensor | float | None = None) -> Tensor:
+        """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots].
+
+        Args:
+            argument: the reduction's own, one number for each row or for all.
+        """
         size = self.number(size_name(name))[:, 0]  # which all heads have in common
         held = valid(
             len(self.rings[name]),
@@ -168,7 +172,9 @@ class View:
             self.window,
             self.since,
         )
-        return masked_reduce(op, self.rings[name], held, 0).squeeze(0).unsqueeze(2)
+        if isinstance(argument, Tensor):
+            argument = argument.reshape(-1, 1, 1)
+        return masked_reduce(op, self.rings[name], held, 0, argument).squeeze(0).unsqueeze(2)
 
     @property
     def q(self) -> Tensor:

@@ -62,8 +62,8 @@ def new_query_slot(rng: Random, depth: int = 1) -> Expr:
 
 def _reduced(rng: Random, depth: int) -> Expr:
     op = rng.choice(OVER_QUERIES)
-    decay = Number(value=rng.choice(DECAYS)) if ops.REDUCTIONS[op].decay else None
-    return Reduce(op=op, axis=Axis.QUERY, body=new_query_slot(rng, depth), decay=decay)
+    decay = Number(value=rng.choice(DECAYS)) if ops.REDUCTIONS[op].argument else None
+    return Reduce(op=op, axis=Axis.QUERY, body=new_query_slot(rng, depth), argument=decay)
 
 
 def _of_token(rng: Random, _: int) -> Expr:
@@ -178,8 +178,8 @@ def change_operation(rng: Random, parents: Sequence[Policy]) -> Policy | None:
     if not isinstance(expr, Reduce) or expr.axis is not Axis.QUERY:
         return None
     op = rng.choice(OVER_QUERIES)
-    decay = Number(value=rng.choice(DECAYS)) if ops.REDUCTIONS[op].decay else None
-    return replaced(parents[0], place, expr.model_copy(update={"op": op, "decay": decay}))
+    decay = Number(value=rng.choice(DECAYS)) if ops.REDUCTIONS[op].argument else None
+    return replaced(parents[0], place, expr.model_copy(update={"op": op, "argument": decay}))
 
 
 def change_number(rng: Random, parents: Sequence[Policy]) -> Policy | None:
