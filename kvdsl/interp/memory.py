@@ -134,8 +134,9 @@ def over_queries(op: str, values: list[float], argument: float | None = None) ->
     """
     if not values:
         return REDUCTIONS[op].of_nothing
-    if argument is None:
+    if not REDUCTIONS[op].argument:
         return float(fold(op, np.array(values), axis=0)[0])
+    assert argument is not None, f"`{op}` takes an argument"
     if op != "ema":
         return float(WITH_ARGUMENT[op](np.array(values), argument))
     average, *later = values

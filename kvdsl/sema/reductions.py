@@ -175,9 +175,10 @@ class Reductions:
             self.report(codes.ARGUMENTS, node.span, message, offer(f"write `{op}({made})`", ", say"))
         else:
             only = " and ".join(RANGES[name].removeprefix("over ") for name in ranges)
-            text = ", ".join(one.value.span.quoted() for one in node.arguments)
-            made = offer(f"write `{op}({text if 'queries' in ranges else f'{text} over {ranges[0]}'})`")
-            fits = (Axis.QUERY if "queries" in ranges else Axis.SLOT) in body.axes and Axis.OTHER not in body.axes
+            text, *rest = (one.value.span.quoted() for one in node.arguments)
+            of = {"queries": "", "history": " over last 32 queries"}.get(ranges[0], f" over {ranges[0]}")
+            made = offer(f"write `{op}({', '.join([text + of, *rest])})`")
+            fits = (Axis.SLOT if ranges[0] == "slots" else Axis.QUERY) in body.axes and Axis.OTHER not in body.axes
             self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only", made if fits else _unreduced(node))
         return False
 
