@@ -478,6 +478,14 @@ def fold(op: str, x: Array, axis: int) -> Array:
     return result
 
 
+def _quantile(x: Array, p: float) -> Array:
+    """Between the two values around the place p * (n - 1) of them in order; NaN if one of them is."""
+    x, place = np.sort(x), min(max(p, 0), 1) * (len(x) - 1)
+    low, high, rest = x[math.floor(place)], x[math.ceil(place)], place - math.floor(place)
+    between: Array = low if rest == 0 else (1 - rest) * low + rest * high
+    return between if not np.isnan(x).any() else x[-1:].sum()
+
+
 _REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
     "sum": np.sum,
     "mean": np.mean,
@@ -490,7 +498,7 @@ _REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
 }
 """What the reductions of `kvdsl.ir.ops` mean, but for `ema`, which is `kvdsl.interp.memory.over_queries`."""
 
-WITH_ARGUMENT: dict[str, Callable[[Array, float], Array]] = {}
+WITH_ARGUMENT: dict[str, Callable[[Array, float], Array]] = {"quantile": _quantile}
 """What those with an argument mean, of what one slot was given."""
 
 

@@ -333,6 +333,12 @@ REDUCTIONS = _table(
         ReductionRow("max", "the largest", _EVERYWHERE, of_nothing=-math.inf),
         ReductionRow("min", "the smallest", _EVERYWHERE, of_nothing=math.inf),
         ReductionRow("median", "the middle one, or the mean of the middle two", ("slots", "history")),
+        ReductionRow(
+            "quantile",
+            "what the share p of the values does not exceed; between two of them in proportion, so that a p of 0.5 is the median",
+            ("history",),
+            argument="p",
+        ),
         ReductionRow("last", "what the newest query gives", ("queries",)),
         ReductionRow(
             "ema",

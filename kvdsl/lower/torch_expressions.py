@@ -41,7 +41,7 @@ _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
-        "history": (*_MASKED, "median"),
+        "history": (*_MASKED, "median", "quantile"),
         "slots": (*_MASKED, "median"),
         "dims": _OVER_DIMS,
         "sketch": _MASKED,

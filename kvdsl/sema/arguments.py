@@ -56,6 +56,7 @@ EXAMPLES = {
     "min": "min(mean(attn), 0.1)",
     "where": "where(age > 8, mean(attn), 1)",
     "median": "median(attn over last 32 queries)",
+    "quantile": "quantile(attn over last 32 queries, 0.9)",
     "project": "project(k, basis)",
     "turn": "turn(k, -position)",
     "ahead": "ahead(k, 512)",

@@ -316,7 +316,7 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 
 _NOWHERE = {
-    *("median over slots", "median over the last N queries", "rank in a query"),
+    *("median over slots", *(f"{op} over the last N queries" for op in ("median", "quantile")), "rank in a query"),
     *(f"rotation in a {place}" for place in ("score", "query", "selection")),
     *(f"leverage of {what}" for what in ("keys", "weighed values")),
     *(f"a tensor in a projection of {what}" for what in ("a mean", "a score", "what is selected")),

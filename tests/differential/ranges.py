@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvdsl.interp.evaluate import WITH_ARGUMENT
 from kvdsl.interp.evaluate import fold as exact_fold
 from kvdsl.ir.ops import REDUCTIONS
 
@@ -376,6 +377,15 @@ _FOLDS: dict[str, Callable[[Range, int], Range]] = {
     "max": _extreme,
     "min": lambda x, axis: negative(_extreme(negative(x), axis)),
 }
+
+
+def with_argument(op: str, x: Range, argument: float) -> Range:
+    """Reduce what one slot was given by a reduction with an argument, which rises with its values."""
+    never, nan = x.never.any(keepdims=True), x.nan.any(keepdims=True)
+    sizes = [np.abs(end[np.isfinite(end)]) for end in (x.lo, x.hi)]
+    slack = 4 * UNIT * max((float(size.max()) for size in sizes if size.size), default=0.0)
+    lo, hi = (np.reshape(WITH_ARGUMENT[op](end, argument), 1) for end in (x.lo, x.hi))
+    return _result([lo - slack, hi + slack], nan, never)
 
 
 def fold(op: str, x: Range, axis: int) -> Range:

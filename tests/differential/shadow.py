@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -46,6 +47,7 @@ from .ranges import (
     stack,
     total,
     widened,
+    with_argument,
 )
 
 Indices: TypeAlias = NDArray[np.int64]
@@ -369,7 +371,7 @@ class Shadow:
     def _recall(self, leaf: Expr, chosen: Mask, newest: int) -> Range:
         assert isinstance(leaf, ColumnRef), leaf
         if leaf.op is not None:
-            return self._over_ring(leaf.name, leaf.op, chosen, newest)
+            return self._over_ring(leaf, leaf.op, chosen, newest)
         return self.columns[leaf.name][chosen].map(lambda x: x[:, None])
 
     def ring_size(self, column: Column) -> int:
@@ -384,14 +386,17 @@ class Shadow:
         position, window = self.position[:, None], self.machine.call.window
         return (writer >= position) & (writer >= self.since) & (writer < position + (np.inf if window is None else window))
 
-    def _over_ring(self, name: str, op: str, chosen: Mask, newest: int) -> Range:
-        column = next(column for column in self.policy.columns if column.name == name)
-        valid, held = self.ring_places(column, newest)[chosen], self.columns[name][chosen]
+    def _over_ring(self, leaf: ColumnRef, op: str, chosen: Mask, newest: int) -> Range:
+        column = next(column for column in self.policy.columns if column.name == leaf.name)
+        valid, held = self.ring_places(column, newest)[chosen], self.columns[leaf.name][chosen]
         nothing = exactly(REDUCTIONS[op].of_nothing).map(lambda x: x.reshape(1))
         rows = [held[slot, : valid.shape[1]][valid[slot]] for slot in range(len(valid))]
         if not rows:
             return exactly(np.zeros((0, 1)))
-        return joined([fold(op, row, 0) if row.lo.size else nothing for row in rows]).map(lambda x: x[:, None])
+        reduced = (
+            partial(fold, axis=0) if leaf.argument is None else partial(with_argument, argument=self._number(leaf.argument))
+        )
+        return joined([reduced(op, row) if row.lo.size else nothing for row in rows]).map(lambda x: x[:, None])
 
     def _per_query(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Range]) -> Range:
         """What belongs to one query: per query head where it reads q, then reduced over the group."""

@@ -174,6 +174,24 @@ def test_a_median_is_the_middle_one_of_what_is_visible(values: list[float], visi
         assert over_queries("median", seen) == pytest.approx(expected, nan_ok=True)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("values", [[3.0, 1.0, 2.0, 9.0, 4.0], [1.0], [2.0, -1.0]])
+def test_a_quantile_lies_between_two_values_as_numpy_has_it(values: list[float], share: float) -> None:
+    x = torch.tensor([[*values, 100.0]])
+    mask = torch.tensor([[True] * len(values) + [False]])
+    expected = float(np.quantile(values, share))
+    assert float(numerics.masked_reduce("quantile", x, mask, -1, share)) == pytest.approx(expected)
+    assert over_queries("quantile", values, share) == pytest.approx(expected)
+
+
+def test_a_quantile_of_nothing_or_with_a_nan_is_none() -> None:
+    x, seen = torch.tensor([[1.0, math.nan]]), [[1, 1], [0, 0], [0, 1], [1, 0]]
+    found = [float(numerics.masked_reduce("quantile", x, torch.tensor([mask]) > 0, -1, 0.5)) for mask in seen]
+    assert found == pytest.approx([math.nan, math.nan, math.nan, 1.0], nan_ok=True)
+    assert math.isnan(over_queries("quantile", [1.0, math.nan], 0.5))
+    assert math.isnan(over_queries("quantile", [], 0.5))
+
+
 def test_backends_without_a_median_say_so() -> None:
     found = facts(reduction("median", "slots"))
     assert [one["why_not"] for one in found.backends] == ["`median over slots`", None, "`median over slots`"]

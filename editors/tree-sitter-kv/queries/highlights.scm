@@ -40,8 +40,8 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sum|turn|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sum|turn|where)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
 ((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 ((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 

@@ -50,7 +50,18 @@ MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 """The reductions that `kvdsl/lower/torch_expressions.py` says there are."""
 
 
-WITH_ARGUMENT: dict[str, Callable[[Tensor, Tensor, int, Tensor | float], Tensor]] = {}
+def _quantile(x: Tensor, visible: Tensor, dim: int, p: Tensor | float) -> Tensor:
+    """Between the two values around the place p * (n - 1) of them in order; NaN if any value is, and of nothing."""
+    count = visible.sum(dim, keepdim=True)
+    ordered = torch.where(visible, x, torch.inf).sort(dim).values
+    place = (count - 1).clamp(min=0) * torch.as_tensor(p, dtype=torch.float64, device=x.device).clamp(0, 1)
+    rest = (place - place.floor()).to(x.dtype)
+    low, high = (ordered.gather(dim, nth.long()) for nth in (place.floor(), place.ceil()))
+    lost = (visible & x.isnan()).any(dim, keepdim=True) | (count == 0)
+    return torch.where(lost, torch.nan, torch.where(rest == 0, low, (1 - rest) * low + rest * high))
+
+
+WITH_ARGUMENT: dict[str, Callable[[Tensor, Tensor, int, Tensor | float], Tensor]] = {"quantile": _quantile}
 """Those that take a number, which broadcasts over the rest."""
 
 
