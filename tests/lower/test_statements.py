@@ -342,9 +342,9 @@ def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> N
     ).triton
     assert plan is not None
     assert plan.args == ("numbers", "work")
-    plan = make_plan(evicting("score (age + 1) ** 0.5 - position")).triton
+    plan = make_plan(evicting("score (age + 1) ** 0.7 - position")).triton
     assert plan is not None and plan.settle is not None
-    value = "ops.power((now - pos).to(tl.float32) + 1.0, 0.5).to(tl.float32) - pos.to(tl.float32)"
+    value = "ops.power((now - pos).to(tl.float32) + 1.0, 0.7).to(tl.float32) - pos.to(tl.float32)"
     assert any(value in line for line in plan.settle.score[-1].body)
     plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
     assert plan is not None
