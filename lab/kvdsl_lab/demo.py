@@ -73,9 +73,9 @@ def importable(context: click.Context, option: click.Parameter, out: Path) -> Pa
 def main(new_tokens: int, model: str, out: Path, threads: int | None) -> None:
     """Compile ChunkKV; find a fact with it, with SnapKV and the full cache; go on with a text under RoCo."""
     import torch
-    from kvdsl.generation.threads import use_threads
     from rich.console import Console
 
+    from kvdsl.busy import use_threads
     from kvdsl.cli.common import warning
 
     console = Console(highlight=False)

@@ -278,7 +278,7 @@ def test_the_demo_finds_and_goes_on(tmp_path, monkeypatch, chatting):
     counts = tmp_path / "fact.json"
     counts.write_text(json.dumps(counted(256)))
     monkeypatch.setattr(demo, "COUNTS", counts)
-    monkeypatch.setattr("kvdsl.generation.threads.use_threads", lambda asked: "other programs keep the cores busy")
+    monkeypatch.setattr("kvdsl.busy.use_threads", lambda asked: "other programs keep the cores busy")
     done = CliRunner(env={"COLUMNS": "140"}).invoke(
         demo.main, ["--new-tokens", "4", "--model", chatting, "--out", "demo_packages"]
     )
