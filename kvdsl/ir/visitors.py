@@ -27,6 +27,11 @@ def reads(expr: Expr, *names: str) -> bool:
     return any(part.name in names for part in parts_of(expr, Input))
 
 
+def depth_of(expr: Expr) -> int:
+    """How deep an expression is nested: 1 without operands."""
+    return 1 + max(map(depth_of, children(expr)), default=0)
+
+
 def of_one_slot(body: Expr) -> Iterator[Expr]:
     """The largest parts of the body of a reduction over others that belong to one slot: to the other (`Other`), or to the slot itself."""
     if isinstance(body, Other) or Axis.OTHER not in axes_of(body):

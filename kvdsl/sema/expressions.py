@@ -27,7 +27,7 @@ from kvdsl.ir.ops import (
     REDUCTIONS,
     ReductionRow,
 )
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import depth_of, walk
 from kvdsl.passes.fold import value_of
 from kvdsl.passes.known import known
 from kvdsl.passes.normal import Pages, page_of_key
@@ -94,6 +94,10 @@ class _Use:
         return f"`{head}` is `{let.value.span.quoted()}`"
 
 
+_PRELUDE_DEPTH = 20
+"""How deep the prelude's functions are nested at most, one in another: what a user nests to the limit may call them."""
+
+
 class Expressions(Forms):
     """Checks expressions, reporting to a sink.
 
@@ -126,7 +130,7 @@ class Expressions(Forms):
         self._depth += 1
         self._steps += 1
         try:
-            if self._depth > MAX_DEPTH or self._steps > MAX_STEPS:
+            if self._depth > MAX_DEPTH + (0 if self._from_prelude() is None else _PRELUDE_DEPTH) or self._steps > MAX_STEPS:
                 if self._steps <= MAX_STEPS + 1:  # said once, since everything after it is too large as well
                     self._too_large(node.span)
                 return None
@@ -428,7 +432,7 @@ class Expressions(Forms):
         if isinstance(made, Reduce) and made.argument is not None:
             decay = Part(made.argument, self._place(node.arguments[-1].value.span))
             self.bounded.append(Bounded(f"the decay of `{node.function.text}`", decay, 0, 1))
-        return replace(value, expr=made, parts=sum(1 for _ in walk(made)), constant=value_of(made))
+        return replace(value, expr=made, parts=sum(1 for _ in walk(made)), depth=depth_of(made), constant=value_of(made))
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text

@@ -143,7 +143,6 @@ FUNCTIONS = dict([
     *_call("write `sum(where(x > 0, -x * log(x), 0))`", "entropy"),
     *_call("write `cosine(x, y)`", "cosine_similarity cos cos_sim similarity", "x y"),
     *_call("write `rank(x) >= p / 100 * live`", "percentile", "x p", ": the tokens above it"),
-    *_call("write `rank(x) >= p * live`", "quantile", "x p", ": the tokens above it"),
     *_call("write `max_pool(x, n)` or `mean_pool(x, n)`", "maxpool avgpool avg_pool pool smooth", "x n"),
     *_call("", "topk top_k", more="the statement `keep top n by x` protects them, and `select top n by x` attends to them"),
     *_call("write `rank(x)`", "argsort rankdata order", more=", the place in the order of x"),

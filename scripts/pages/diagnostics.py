@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvdsl.codes import CODES, Code
+from kvdsl.codes import CODES, GONE, Code
+from scripts.pages.language import gone
 from scripts.pages.markdown import MADE
 from scripts.prose import wrapped
 
@@ -34,6 +35,8 @@ def diagnostics_page() -> str:
 def _diagnostic(code: Code) -> str:
     kind = "" if code.severity == "error" else f" ({code.severity})"
     text = f"### {code.id}: {code.title}{kind} {{ #{code.id.lower()} }}\n\n{code.explanation}\n"
+    if code is GONE:
+        text += f"\n{gone()}"
     if not code.example or len(code.example) > 2_000:
         return text
     options = "".join(f" --set {name}={value}" for name, value in code.settings)

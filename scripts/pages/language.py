@@ -62,7 +62,7 @@ def _prelude() -> str:
     return "```kv\n" + "\n".join(lets) + "\n```\n"
 
 
-def _gone() -> str:
+def gone() -> str:
     """What edition 2 has no more, with what is written instead."""
     rows = [(f"`{word}`", instead) for word, instead in editions.GONE.items()]
     rows += [(f"`over {word}`", instead) for word, instead in editions.RANGES.items()]
@@ -90,5 +90,4 @@ PARTS: dict[str, Callable[[], str]] = {
     "reductions": _reductions,
     "functions": _functions,
     "prelude": _prelude,
-    "gone": _gone,
 }
