@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 import kvdsl
 from kvdsl.errors import KvdslError
@@ -27,6 +28,8 @@ from kvdsl.integrations.vllm.answers import AnswerAttention
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import reference_model_path
 from tests.vllm.alone import NEAR, alone, params, reference
+from tests.vllm.conftest import bound_to_processors
+from tests.vllm.test_lora import RANK, adapt
 from tests.vllm.texts import drawn
 
 KEPT, NEW = 12, 40
@@ -364,6 +367,36 @@ def test_compiled_around_attention_and_in_a_process_of_its_own(tmp_path: Path) -
     for length, (tokens, thought) in zip((9, 130, 301), found, strict=True):
         expected, _ = alone("roco_easykv", drawn(length), tokens)
         assert np.abs(np.array(thought) - expected).max() < NEAR
+
+
+def test_two_processes_are_what_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head draws numbers of its own, which its number in the whole layer decides; prompts are found in both processes' blocks."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound_to_processors(2))
+    llm = engine("random_answer", tensor_parallel_size=2)
+    for hits in (0, 128 + 288):
+        asked = [drawn(130), drawn(301)]
+        answers = llm.generate([{"prompt_token_ids": text} for text in asked], wanted(), use_tqdm=False)
+        assert sum(one.num_cached_tokens for one in answers) == hits
+        for text, one in zip(asked, answers, strict=True):
+            _compare_alone("random_answer", text, one)
+
+
+def test_requests_with_an_adapter_share_prompts_among_themselves(tmp_path: Path) -> None:
+    merged = adapt(tmp_path)
+    llm = engine("recent_answer", enable_lora=True, max_lora_rank=RANK, max_loras=2)
+    adapter = LoRARequest("adapter", 1, str(tmp_path))
+    for hits in (0, 128):
+        for lora, model in ((adapter, merged), (None, reference()[0])):
+            (one,) = llm.generate([{"prompt_token_ids": drawn(130)}], wanted(), lora_request=lora, use_tqdm=False)
+            assert one.num_cached_tokens == hits
+            _compare_alone("recent_answer", drawn(130), one, model)
+
+
+def _compare_alone(policy: str, text: list[int], out: Any, model: Any = None) -> None:
+    answer = out.outputs[0]
+    expected, _ = alone(policy, text, list(answer.token_ids), model)
+    thought = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert np.abs(np.array(thought) - expected).max() < NEAR
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

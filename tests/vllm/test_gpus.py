@@ -34,6 +34,7 @@ def test_who_asks_for_none_has_vllms() -> None:
     ("words", "why"),
     [
         (("h2o", "TRITON_ATTN"), "this configuration has chosen TRITON_ATTN: leave --attention-backend out"),
+        (("h2o_answer",), "prompts that requests share are served on CPUs so far"),
         ((str(resource("policies", "gallery", "rocketkv.kv")),), "there are no Triton kernels for `select` by `pages`"),
     ],
 )
