@@ -98,7 +98,7 @@ def test_the_parts_of_a_reduction_are_what_it_means(op: str) -> None:
 
 def test_the_torch_backend_has_what_lowering_says() -> None:
     can = torch_expressions.CAN.reduces
-    assert {*can["history"], *can["slots"], *can["sketch"]} == numerics.MASKED.keys()
+    assert {*can["history"], *can["slots"], *can["sketch"]} == numerics.MASKED.keys() | numerics.WITH_ARGUMENT.keys()
     assert set(can["queries"]) == columns.INITIAL.keys() | {"ring"}
     assert (
         pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == columns.INITIAL
