@@ -138,7 +138,7 @@ class TestShaper:
         if number.type == "NAME" and number not in NO_NUMBERS:
             span = span_of(self.source, number)
             self._unexpected(span, f"expected a number, `inf` or `nan`, not `{number}`", NO_NUMBERS)
-            return syn.Constant(span, 0)
+            return syn.Constant(span, 0.0)
         value = self._constant(number).value
         return syn.Constant(self._span(_tree(child)), value if minus is None else -value)
 

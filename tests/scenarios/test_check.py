@@ -21,6 +21,13 @@ def test_a_test_without_mistakes() -> None:
     assert [column.name for column in one.policy.columns] == ["sum_attn", "sum_attn_squared"]
 
 
+@pytest.mark.parametrize("word", ["everything", "true"])
+def test_a_layer_is_a_number(word: str) -> None:
+    source = text("use H2O", f"set layers = {word}", "attend 1", LIVE).replace("kv 1", "kv 2")
+    codes = [(one.code, one.message) for one in check(source).diagnostics]
+    assert ("KV0101", f"expected a number, `inf` or `nan`, not `{word}`") in codes
+
+
 def test_query_heads() -> None:
     assert scenario("use H2O", "token query 1 and 2 and 3", "token key 1", LIVE).group == 3
 
