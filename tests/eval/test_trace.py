@@ -200,7 +200,7 @@ globalThis.document = {getElementById: (id) => found[id] ??= made(id), createEle
 globalThis.Option = function (text, value) { this.value = String(value); };
 document.getElementById("data").textContent = DATA;
 eval(SCRIPT);
-const painted = () => found.text.children.map((one) => one.classList.on.has("future") ? "future" : one.style.background);
+const painted = () => found.text.children.map((one) => one.classList.on.has("future") ? "future" : one.style.backgroundColor);
 const states = [painted()];
 const set = (id, value) => { found[id].value = value; found[id].listeners.input(); };
 const bars = () => found.overview.children[0].children.slice(1).flatMap((row) => row.children.slice(1))
@@ -237,13 +237,13 @@ def test_the_script_paints_what_the_data_say(tmp_path: Path) -> None:
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     kept, early, late = "rgb(0 114 178 / {})", "rgb(86 180 233 / {})", "rgb(230 159 0 / {})"
-    assert found["states"] == [
-        ["", kept.format("0.375"), kept.format("0.650"), "future"],  # b is kept in one of two heads, c in both
-        [early.format("0.800"), late.format("0.475"), "", "future"],
-        [early.format("0.800"), "", "future", "future"],
-        [early.format("0.800"), late.format("0.800"), "", "future"],
+    assert found["states"] == [  # the newest token, which the step has written, is not in the future
+        ["", kept.format("0.375"), kept.format("0.650"), ""],  # b is kept in one of two heads, c in both
+        [early.format("0.550"), late.format("0.350"), "", ""],
+        [early.format("0.550"), "", "", "future"],
+        [early.format("0.550"), late.format("0.550"), "", ""],
         # by score, over both heads: in head 0, b is lower than c; in head 1 nothing is known of c
-        ["", early.format("0.475"), late.format("0.475"), "future"],
+        ["", early.format("0.350"), late.format("0.350"), ""],
     ]
     blue, orange = "rgb(0 114 178)", "rgb(230 159 0)"
     assert found["held"] == [
@@ -254,6 +254,6 @@ def test_the_script_paints_what_the_data_say(tmp_path: Path) -> None:
     assert found["chosen"] == ["0", "1", "all", "all"]  # the second click chooses all again
     (words, cells), (earlier_words, earlier) = found["told"]
     assert words == 'token 1 "b" (prompt), after step 1: cached in 0 of 1 heads.'
-    assert cells == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.6", "left with 1\n0.3"]]
+    assert cells == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.6", "left with step 1\n0.3"]]
     assert earlier_words == 'token 1 "b" (prompt), after step 0: cached in 1 of 1 heads.'
     assert earlier == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.5", "cached\n0.25"]]
