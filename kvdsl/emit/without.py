@@ -57,7 +57,7 @@ def _line(refusal: str, source: str) -> tuple[int, str] | None:
 
 
 def statement(refusal: str, source: str) -> tuple[int, str] | None:
-    """Likewise the line that has most words of what is refused, of which the first is the statement's: there may be several of a kind."""
+    """Return the line that shares most words with a refusal, which begins with the statement's; a policy may have several of a kind."""
     words = set(_words(refusal))
     return max(_lines(refusal, source), key=lambda line: len(words & set(_WORD.findall(line[1]))), default=None)
 

@@ -91,7 +91,7 @@ def generate(
     with quiet(), torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), **with_cache(cache), max_new_tokens=new_tokens, do_sample=False,
-            num_beams=1, streamer=clock, pad_token_id=_pad(tokenizer), **_ending(model, stop),
+            num_beams=1, streamer=clock, pad_token_id=padding(tokenizer), **_ending(model, stop),
         )  # fmt: skip
     tokens = tuple(out[0, ids.shape[1] :].tolist())
     ms = [(after - before) * 1e3 for before, after in zip(clock.times, clock.times[1:], strict=False)]
@@ -109,7 +109,8 @@ def _ending(model: Any, stop: Sequence[int]) -> dict[str, Any]:
     return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *stop], "min_new_tokens": 1}
 
 
-def _pad(tokenizer: Any) -> int | None:
+def padding(tokenizer: Any) -> int | None:
+    """Return the token that fills up a row; None if the tokenizer has none that serves."""
     pad: int | None = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return pad
 

@@ -158,8 +158,8 @@ class Reduce(Expression):
 
     Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last` over those
     of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and each later one
-    gives d * ema + (1 - d) * value, with `argument` as d. Within `text` it ranges over all queries of the prompt that has come, but for
-    those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own.
+    gives d * ema + (1 - d) * value, with `argument` as d. Within `text` it ranges over all queries of the prompt behind the
+    first `after` places, whether they saw the slot or not, and leaves no slots of its own.
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within `page` it
     gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it.
     Over dims within `sketch` it ranges over the sketch's dims only.

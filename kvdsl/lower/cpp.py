@@ -384,7 +384,7 @@ def _reduced(count: Expr) -> Iterator[Expr]:
 
 
 def _settle_if_own(step: Step) -> SettlePlan | None:
-    """None for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
+    """None where torch decides who leaves: at the end of a prompt only, and where one kernel cannot."""
     if step.evict is None:
         return None
     if step.evict.decodes:

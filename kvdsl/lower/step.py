@@ -163,7 +163,7 @@ class Selection(Node):
 
     @property
     def form(self) -> str:
-        """The fast form of what a KV head finds, as far as kernels have what it goes by; see `form_of`."""
+        """The fast form of what a KV head finds; `expression` if kernels have none for it. See `form_of`."""
         form = form_of(self.of_head)
         return form if self.whole or not form.startswith("page") else "expression"
 
@@ -178,7 +178,7 @@ class Step(Node):
         forgets: whether all that is known of queries goes with the prompt that they are of, so that a decode step observes nothing.
         evict, protect: who leaves.
         share: what a layer's share of the budget goes by.
-        select, sketch: what a query attends to, and what it ranks the dims by of which it looks at a few.
+        select: what a query attends to. sketch: what ranks the dims; the query looks at the highest few.
         group: how a group's query heads are reduced. compact: whether keys are rotated by their rank among the live slots.
         pages_after: whether tokens lie before the first page.
     """

@@ -122,7 +122,7 @@ def _observed(column: Column, row: TensorPrinter) -> Fragment:
 
 
 def _named(columns: tuple[Column, ...], view: TensorPrinter) -> list[Fragment]:
-    """What columns become, of which none is changed before all are known."""
+    """What columns become; none changes before all are known."""
     new = [fragment(f'    "{column.name}": {{}},', view.body(column.body)) for column in columns]
     return [Fragment("return {"), *new, Fragment("}")] if new else []
 

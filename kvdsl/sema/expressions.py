@@ -95,7 +95,7 @@ class _Use:
 
 
 _PRELUDE_DEPTH = 20
-"""How deep the prelude's functions are nested at most, one in another: what a user nests to the limit may call them."""
+"""The deepest nesting of the prelude's functions, one in another."""
 
 
 class Expressions(Forms):
@@ -130,7 +130,7 @@ class Expressions(Forms):
         self._depth += 1
         self._steps += 1
         try:
-            if self._depth > MAX_DEPTH + (0 if self._from_prelude() is None else _PRELUDE_DEPTH) or self._steps > MAX_STEPS:
+            if self._is_too_deep() or self._steps > MAX_STEPS:
                 if self._steps <= MAX_STEPS + 1:  # said once, since everything after it is too large as well
                     self._too_large(node.span)
                 return None
@@ -141,6 +141,10 @@ class Expressions(Forms):
             self._too_large(node.span)
             return None
         return value
+
+    def _is_too_deep(self) -> bool:
+        """Whether the source is nested too deep. The prelude's own nesting is not the user's."""
+        return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self._from_prelude() is None)
 
     def _dispatch(
         self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope

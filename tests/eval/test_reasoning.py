@@ -12,8 +12,8 @@ import torch
 from kvdsl.errors import KvdslError
 from kvdsl_lab.leaderboard.answers import right, written
 from kvdsl_lab.leaderboard.kinds import Lab
-from kvdsl_lab.leaderboard.problems import Problem, read_problems
-from kvdsl_lab.leaderboard.reasoning import Asking, Reasoning
+from kvdsl_lab.leaderboard.problems import Asking, Problem, read_problems
+from kvdsl_lab.leaderboard.reasoning import Reasoning
 from tests.cli.harness import run
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -160,6 +160,8 @@ def test_too_few_problems_are_said_at_once(model: Any, tokenizer: Any) -> None:
         Reasoning().check(its, "gsm8k", 2)
     with pytest.raises(KvdslError, match="`math500` asks problems out of a file: give one with --data"):
         Reasoning().check(its, "math500", 1)
+    with pytest.raises(KvdslError, match="tokens are more than the 256 that this model was made for"):
+        Reasoning().check(lab(model, tokenizer, new_tokens=250), "gsm8k", 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """Prompts in vLLM's own blocks, which requests share, and answers under a policy: what each request gets is what it gets in transformers,
-whoever else is served, however its prompt comes, and if it loses its blocks.
+beside any other requests, however its prompt is cut into parts, and after it lost its blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention where prompts are shared: prompts whole, in vLLM's own blocks; what is generated under the policy, by kvdsl's kernels, in
+"""Attention where requests share prompts: prompts lie whole in vLLM's own blocks; kvdsl's kernels keep the answer, under the policy, in
 blocks behind them. `blocks` says which.
 """
 
@@ -15,34 +15,24 @@ from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-    MultipleOf,
-)
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.backend import OwnBackend
 from kvdsl.integrations.vllm.blocks import AnswerSpec
 from kvdsl.integrations.vllm.page import State, page
 from kvdsl.integrations.vllm.refusals import refuse_answers, refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.releases import ANSWERS
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.cpu.answers import DTYPES, Answers
+from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
 
 
-class AnswerBackend(AttentionBackend):  # type: ignore[misc]
+class AnswerBackend(OwnBackend):
     """Attention to a whole prompt and to what a policy keeps of the answer."""
-
-    supported_dtypes: ClassVar = [*DTYPES]
-    supported_kv_cache_dtypes: ClassVar = ["auto"]
-    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -55,18 +45,6 @@ class AnswerBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
         return StepBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -89,7 +67,7 @@ def _state(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a request's prompt, as far as it comes in this step.
+    """The part of a request's prompt that this step reads.
 
     Attributes:
         first, last: its rows among the step's tokens, from `first` to before `last`.
@@ -105,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Generated:
-    """A token each of some requests, behind their prompts; int64 [tokens] each.
+    """One token of each of several requests, behind their prompts; int64 [tokens] each.
 
     Attributes:
         row: where they are among the step's tokens. request: their rows of the table. place: their places in the texts.
@@ -130,8 +108,8 @@ class Step:
     Attributes:
         parts: of prompts.
         rows, block, offset: of all tokens in these: where they are among the step's, and where their keys and values go, int64 [tokens].
-        generated: the first tokens behind prompts, then those behind these, and so on: a request has several where it is read once more
-            what it was answered.
+        generated: the first tokens behind prompts, then the second ones, and so on. A request has several where vLLM reads its answer
+            again after a preemption.
         table: int32 [requests, blocks].
     """
 
@@ -247,7 +225,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         return output
 
     def _tell(self, layer: int, cache: Tensor) -> Answers:
-        """What the kernel is told of the layer, which stays."""
+        """Return the call of the kernel, with what does not change between steps."""
         count, heads, size, width = cache.shape
         assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
         self._blocks = cache.view(count, heads, 2, size, self.head_size)
@@ -264,7 +242,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         return Answers(self._kernel, args, self._blocks, self._lies.places)
 
     def _read(self, part: Part, table: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """A part of a prompt attends to what is in the blocks before it, whoever has put it there, and to itself."""
+        """Attend from a part of a prompt to itself and to the blocks before it, whichever request filled these."""
         rows = slice(part.first, part.last)
         q, k, v = (x[rows].transpose(0, 1)[None] for x in (query, key, value))
         mask = None
@@ -277,7 +255,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         output[rows] = found[0].transpose(0, 1)
 
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
-        """The tokens' attention, and what the policy makes of it, in one call of C++."""
+        """Attend from the tokens and update the policy's state, in one call of C++."""
         assert self._told is not None
         which = (generated.row, generated.request, generated.place, generated.prompt)
         self._told.decode_rows(table, which, *vectors)

@@ -25,24 +25,12 @@ from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
 
 
-class PolicyBackend(AttentionBackend):  # type: ignore[misc]
-    """Attention under a policy, whose whole cache of a request is one page."""
+class OwnBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks of any attention of kvdsl's: it writes keys and values itself, in the model's dtype, into blocks of any size."""
 
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto"]
     forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_name() -> str:
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[PolicyAttention]:
-        return PolicyAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[StepBuilder]:
-        return StepBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
@@ -55,6 +43,22 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
+
+
+class PolicyBackend(OwnBackend):
+    """Attention under a policy, whose whole cache of a request is one page."""
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[PolicyAttention]:
+        return PolicyAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -1,5 +1,7 @@
-"""What vLLM's scheduler is told where prompts are shared: a request has the blocks of its prompt as ever, which are hashed and shared;
-behind them one for what is remembered of the answer, and the blocks of the answer's slots, which are its own and stop growing.
+"""How vLLM's scheduler counts blocks where requests share prompts.
+
+A request has the blocks of its prompt, which vLLM hashes and shares as ever. Behind them come one block for the policy's state and the
+blocks of the answer's slots. These belong to the request alone, and their number does not grow.
 
     | prompt: ceil(P / size) blocks | state: 1 block | answer: ceil(slots / size) blocks |
 """
@@ -18,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
 STATE_BLOCKS = 1
 
 _REMEMBERED = 100_000
-"""Requests of which the length of the prompt is remembered: more than wait to be resumed at any time."""
+"""How many prompt lengths are remembered: more than requests can wait to be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
 class AnswerManager(FullAttentionManager):  # type: ignore[misc]
     """Counts a request's blocks by `AnswerSpec`; all else, hits, sharing and what is given up first, is vLLM's.
 
-    vLLM asks for blocks by a number of tokens: it is told of as many as would take these blocks under full attention.
+    vLLM asks for blocks by a number of tokens. It gets the number that would take these blocks under full attention.
     """
 
     def __init__(self, kv_cache_spec: AnswerSpec, **more: Any) -> None:

@@ -168,7 +168,7 @@ def refuse_answers(config: Any) -> None:
         raise KvdslError("guesses are not served where prompts are shared yet: leave --speculative-config out")
     events = config.kv_events_config
     if events is not None and events.enable_kv_cache_events:
-        raise KvdslError("what is told of blocks takes an answer's for a text's: leave --kv-events-config out")
+        raise KvdslError("KV events would report an answer's blocks as blocks of text: leave --kv-events-config out")
     if traced(config) is not None:
         raise KvdslError("a request that shares its prompt is not traced yet: leave the trace out")
 

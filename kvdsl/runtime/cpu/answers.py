@@ -1,4 +1,4 @@
-"""One token of many answers of a layer, in one call: prompts lie in blocks that they may share, and the policy is of what is behind."""
+"""One decode step of many requests in one call: prompts lie whole in blocks that requests may share, the policy keeps the answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Answers:
 
     Args:
         kernel: the address of the policy's function that decodes.
-        args: what it is told of an answer's slots, but for where they lie.
+        args: its arguments for an answer's slots, without the addresses.
         blocks: [blocks, kv_heads, 2, tokens of a block, dim] contiguous: keys and values. A request's blocks are those of its prompt, one
             for what is remembered of its answer, and those of its slots.
         places: where in that one `position`, `columns` and `seen` begin, in bytes; one without columns has none.
@@ -73,7 +73,7 @@ class Answers:
             out: gets the attention, [tokens, query_heads, dim].
 
         Raises:
-            KvdslError: if an answer is not in its blocks as far as it has come.
+            KvdslError: if an answer's blocks do not hold its earlier tokens.
         """
         told = self._told
         for name, x in zip(("query", "key", "value", "out"), (query, key, value, out), strict=True):

@@ -18,7 +18,7 @@ from kvdsl_lab.cli.measuring import end_of, minutes_option, names, quick_option,
 from kvdsl_lab.eval.names import ASKER, parse_budgets, parse_policies
 
 if TYPE_CHECKING:
-    from kvdsl_lab.leaderboard.reasoning import Asking
+    from kvdsl_lab.leaderboard.problems import Asking
 
 
 @click.command()
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     help="The longest answer to a problem, in tokens.",
 )
 @click.option("--samples", type=click.IntRange(1), default=1, show_default=True,
-              help="Answers to each problem, of which the share that is right counts; 1 is the greedy one.")  # fmt: skip
+              help="Answers to each problem; the share of right ones counts. 1 is greedy.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.7, show_default=True,
               help="Of the draws, with several --samples.")  # fmt: skip
 @click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
@@ -122,8 +122,8 @@ def command(
     from kvdsl_lab.assets import all_books
     from kvdsl_lab.leaderboard import report, run, summary
     from kvdsl_lab.leaderboard.claim import compare
-    from kvdsl_lab.leaderboard.problems import read_problems
-    from kvdsl_lab.leaderboard.reasoning import Asking, Reasoning
+    from kvdsl_lab.leaderboard.problems import Asking, read_problems
+    from kvdsl_lab.leaderboard.reasoning import Reasoning
     from kvdsl_lab.leaderboard.tasks import chosen
 
     book = all_books() if text is None else read_text(text)

@@ -28,8 +28,8 @@ from kvdsl_lab.eval.perplexity import losses_of_each, token_losses
 from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
 from kvdsl_lab.leaderboard import haystacks
+from kvdsl_lab.leaderboard.problems import Asking
 from kvdsl_lab.leaderboard.questions import Question, lay_out
-from kvdsl_lab.leaderboard.reasoning import Asking
 from kvdsl_lab.leaderboard.ruler import Material
 
 Values = dict[str, list[float]]

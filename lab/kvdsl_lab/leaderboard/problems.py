@@ -1,10 +1,10 @@
-"""Problems with answers, out of files: GSM8K's and MATH-500's, one JSON object a line."""
+"""Problems with answers, read from files: GSM8K's and MATH-500's, one JSON object a line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,23 @@ class Problem:
 
     text: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of a model that reasons, and how it answers.
+
+    Attributes:
+        problems: by task.
+        new_tokens: how many tokens an answer may have; a longer one is cut off there.
+        samples: answers to each problem, of which the share of right ones counts; 1 is greedy.
+        temperature: of the draws where there are several.
+    """
+
+    problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
+    new_tokens: int = 320
+    samples: int = 1
+    temperature: float = 0.7
 
 
 def read_problems(paths: Sequence[Path]) -> dict[str, tuple[Problem, ...]]:

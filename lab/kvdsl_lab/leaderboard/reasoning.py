@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.generation.generate import padding
+from kvdsl.generation.models import check_length
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.leaderboard.answers import right, written
+from kvdsl_lab.leaderboard.kinds import Lab, MakeCache, Outcome, ends, outcome
 from kvdsl_lab.leaderboard.problems import Problem
 from kvdsl_lab.leaderboard.questions import begun, template
 
-if TYPE_CHECKING:
-    from kvdsl_lab.leaderboard.kinds import Lab, MakeCache, Outcome
-
 ASKED = "Solve this step by step, and put the final answer into \\boxed{}."
-
-
-@dataclass(frozen=True)
-class Asking:
-    """What is asked of a model that reasons, and how it answers.
-
-    Attributes:
-        problems: by task.
-        new_tokens: how many tokens an answer may have; a longer one is cut off there.
-        samples: answers to each problem, of which the share that is right counts; 1 is the greedy one.
-        temperature: of the draws where there are several.
-    """
-
-    problems: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
-    new_tokens: int = 320
-    samples: int = 1
-    temperature: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -54,18 +38,19 @@ class Reasoning:
         if not there:
             raise KvdslError(f"`{task}` asks problems out of a file: give one with --data")
         if there < items * self.rows:
+            fewer = f"ask for at most {there // self.rows} --items, or " if there >= self.rows else ""
             raise KvdslError(
-                f"{items} items of `{task}` are {items * self.rows} problems, and --data has {there}: ask for at most "
-                f"{there // self.rows} --items, or give more files"
+                f"{items} items of `{task}` are {items * self.rows} problems, and --data has {there}: {fewer}give more files"
             )
+        asked = lab.asking.problems[task][: items * self.rows]
+        check_length(lab.model, max(len(_prompt(lab, problem)) for problem in asked) + lab.asking.new_tokens)
 
     def prepare(self, lab: Lab, task: str, number: int) -> _Batch:
         """The problems as a batch of prompts, each as often as it is to be answered."""
         problems = lab.asking.problems[task][number * self.rows : (number + 1) * self.rows]
-        before, after = template(lab.tokenizer, "user")
-        prompts = [begun(lab.tokenizer, f"{before}{problem.text}\n\n{ASKED}{after}") for problem in problems]
+        prompts = [_prompt(lab, problem) for problem in problems]
         longest = max(map(len, prompts))
-        pad = _pad(lab)
+        pad = padding(lab.tokenizer) or 0  # which token does not matter, since it is masked
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         seed = int(lab.rng(task, number).integers(2**31))
@@ -81,8 +66,6 @@ class Reasoning:
         return [self._answered(lab, item, cache) for cache in started]
 
     def _answered(self, lab: Lab, item: _Batch, cache: Any) -> Outcome:
-        from kvdsl_lab.leaderboard.kinds import ends, outcome
-
         begun_at = time.perf_counter()
         answers = _answers(lab, item, cache)
         steps = max(1, answers.shape[1])
@@ -118,27 +101,25 @@ class _Batch:
     seed: int
 
 
+def _prompt(lab: Lab, problem: Problem) -> list[int]:
+    """The tokens of a chat that asks the problem."""
+    before, after = template(lab.tokenizer, "user")
+    return begun(lab.tokenizer, f"{before}{problem.text}\n\n{ASKED}{after}")
+
+
 def _answers(lab: Lab, item: _Batch, cache: Any) -> Tensor:
     """The tokens behind the prompts, int64 [rows, up to `new_tokens`], padded where an answer has ended."""
-    from kvdsl.runtime.hf.versions import with_cache
-
-    drawn = {"do_sample": False}
+    drawn: dict[str, Any] = {"do_sample": False}
     if lab.asking.samples > 1:
         torch.manual_seed(item.seed)
-        drawn = {"do_sample": True, "temperature": lab.asking.temperature, "top_k": 0, "top_p": 1.0}  # type: ignore[dict-item]
+        drawn = {"do_sample": True, "temperature": lab.asking.temperature, "top_k": 0, "top_p": 1.0}
     device = lab.model.device
     with torch.inference_mode():
         made: Tensor = lab.model.generate(
             input_ids=item.ids.to(device), attention_mask=item.mask.to(device), max_new_tokens=lab.asking.new_tokens,
-            pad_token_id=_pad(lab), **drawn, **with_cache(cache),
+            pad_token_id=padding(lab.tokenizer), **drawn, **with_cache(cache),
         )  # fmt: skip
     return made[:, item.ids.shape[1] :].cpu()
-
-
-def _pad(lab: Lab) -> int:
-    """A token that fills up a row; which one does not matter, since it is masked."""
-    token: int | None = lab.tokenizer.pad_token_id
-    return int(lab.tokenizer.eos_token_id or 0) if token is None else token
 
 
 def _length(row: Sequence[int], ends: Sequence[int]) -> int:

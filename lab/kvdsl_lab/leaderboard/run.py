@@ -32,7 +32,7 @@ from kvdsl.runtime.hf.versions import text_config
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
-from kvdsl_lab.leaderboard.reasoning import Asking
+from kvdsl_lab.leaderboard.problems import Asking
 from kvdsl_lab.leaderboard.tasks import TASKS, Task
 from kvdsl_lab.processes import end_with_parent
 
