@@ -84,8 +84,9 @@ def command(
     with status("kvdsl run") as tell:
         tell("loading torch and the model")
         from kvdsl.busy import use_threads
-        from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
+        from kvdsl.generation.generate import generate, generate_full, warm_up, warm_up_full
         from kvdsl.generation.models import check_length, load_model
+        from kvdsl.generation.report import same_prefix
         from kvdsl.loading import load
 
         if told := use_threads(threads):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import quiet
+from kvdsl.generation.report import quartiles
 from kvdsl.runtime.hf.cache import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
 
@@ -172,16 +171,6 @@ def _layer_bytes(layer: Any) -> int:
     return int(batch * heads * (keys.shape[-1] + values.shape[-1]) * keys.element_size() * layer.length)
 
 
-def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the start."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
 # -- many rows at once -------------------------------------------------------------------------------------------------
 
 
@@ -212,14 +201,3 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | No
             logits = model(input_ids=found[-1], **with_cache(cache), use_cache=True).logits
             found.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(found, dim=1).cpu()
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile of the values that are numbers; NaN if there are none."""
-    known = sorted(value for value in values if not math.isnan(value))
-    if not known:
-        return math.nan, math.nan, math.nan
-    if len(known) == 1:
-        return known[0], known[0], known[0]
-    first, _, third = statistics.quantiles(known, n=4, method="inclusive")
-    return first, statistics.median(known), third

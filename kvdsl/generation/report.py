@@ -1,14 +1,35 @@
-"""Tables for people: texts under several caches side by side, and what they cost."""
+"""Compare texts under several caches and what they cost, in figures and tables. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from kvdsl.generation.generate import same_prefix
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return first quartile, median and third quartile of the values that are numbers; NaN if there are none."""
+    known = sorted(value for value in values if not math.isnan(value))
+    if not known:
+        return math.nan, math.nan, math.nan
+    if len(known) == 1:
+        return known[0], known[0], known[0]
+    first, _, third = statistics.quantiles(known, n=4, method="inclusive")
+    return first, statistics.median(known), third
+
+
+def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens that two texts have in common from the start."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def size(count: float) -> str:

@@ -166,7 +166,7 @@ def test_what_is_said_of_request_rates_is_what_was_measured() -> None:
 def test_what_is_said_of_long_prompts_is_what_was_measured() -> None:
     speed = {row["contestant"]: row["output_throughput"] for row in measured("vllm_bench_6000.json")}
     share = {name: speed[name] / speed["full"] for name in ("h2o", "streaming_llm")}
-    said = f"H2O has {share['h2o']:.2f} of full attention's throughput and StreamingLLM {share['streaming_llm']:.2f}"
+    said = f"H2O reaches {share['h2o']:.2f}× full attention's throughput and StreamingLLM {share['streaming_llm']:.2f}×"
     assert said in " ".join(read("docs/performance/serving.md").split())
 
 

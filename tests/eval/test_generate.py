@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvdsl
 from kvdsl.generation import generate
 from kvdsl.generation.models import windows
-from kvdsl.generation.report import shared_words, size
+from kvdsl.generation.report import same_prefix, shared_words, size
 
 PROMPT = list(range(40, 100))
 
@@ -73,9 +73,9 @@ def test_greedy_rows_are_what_each_row_gives_alone(model, tokenizer, chunk):
 
 
 def test_same_prefix():
-    assert generate.same_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert generate.same_prefix([1, 2], [1, 2, 3]) == 2
-    assert generate.same_prefix([], [1]) == 0
+    assert same_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert same_prefix([1, 2], [1, 2, 3]) == 2
+    assert same_prefix([], [1]) == 0
 
 
 def test_words_in_common():

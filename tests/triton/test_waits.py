@@ -14,6 +14,7 @@ import kvdsl
 from kvdsl.runtime import graph
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.hf import checks
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl_lab.bench.decode import rotation
@@ -98,8 +99,8 @@ def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("policy", few(["streaming_llm", "equip_h2o"], "equip_h2o"))
 def test_a_whole_token_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `scripts/gpu/in_place.py` can capture it, in place and shifted; what cannot be captured does wait."""
-    for check in ("_check_text", "_check_counting"):  # on a GPU they look at prompts only
-        monkeypatch.setattr(SlotLayer, check, lambda *_: None)
+    for check in ("check_text", "check_counting"):  # on a GPU they look at prompts only
+        monkeypatch.setattr(checks, check, lambda *_: None)
     model = tiny(Setting("cpu", TOY, (), (), Path()))
     for way in in_place.ways(model, twin(model), kvdsl.load(policy), 16).values():
         cache = way.make()

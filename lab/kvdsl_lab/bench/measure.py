@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdsl.generation.generate import quartiles
+from kvdsl.generation.report import quartiles
 
 
 @dataclass(frozen=True)

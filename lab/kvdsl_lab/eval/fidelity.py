@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.generation.generate import greedy, same_prefix
+from kvdsl.generation.generate import greedy
+from kvdsl.generation.report import same_prefix
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.usage import Usage
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.generation.generate import cache_bytes, same_prefix
+from kvdsl.generation.generate import cache_bytes
 from kvdsl.generation.models import encode, first_token
+from kvdsl.generation.report import same_prefix
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.abreast import feed
 from kvdsl_lab.eval.fidelity import check_installed, rouge_l
