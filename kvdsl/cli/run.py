@@ -15,7 +15,7 @@ from kvdsl.cli.progress import status
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
-    from kvdsl.generation.generate import Generated
+    from kvdsl.generation.report import Generated
 
 
 def prompt_options(command: Any) -> Any:

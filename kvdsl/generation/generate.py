@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,41 +11,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import quiet
-from kvdsl.generation.report import quartiles
+from kvdsl.generation.report import Generated
 from kvdsl.runtime.hf.cache import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What one prompt gave.
-
-    Attributes:
-        token_ms: the time of every token after the first, in order.
-        cache_bytes: what the cache occupies at the end.
-        full_cache_bytes: what keys and values of every token would occupy.
-        evicted: whether a token has left; None of a cache that lets none go.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    ttft_ms: float
-    token_ms: tuple[float, ...]
-    cache_bytes: int
-    full_cache_bytes: int
-    evicted: bool | None = None
-
-    @property
-    def tpot_ms(self) -> float:
-        """Median time of a token after the first; NaN if there is none."""
-        return quartiles(self.token_ms)[1]
-
-    def times(self) -> dict[str, float | None]:
-        """`ttft_ms`, and `tpot_ms` with its quartiles, for JSON."""
-        first, median, third = (None if x != x else round(x, 4) for x in quartiles(self.token_ms))
-        return {"ttft_ms": round(self.ttft_ms, 4), "tpot_ms": median, "tpot_ms_q1": first, "tpot_ms_q3": third}
-
 
 _WARM_UP_TOKENS = 64
 

@@ -5,10 +5,39 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvdsl.generation.generate import Generated
+
+@dataclass(frozen=True)
+class Generated:
+    """What one prompt gave.
+
+    Attributes:
+        token_ms: the time of every token after the first, in order.
+        cache_bytes: what the cache occupies at the end.
+        full_cache_bytes: what keys and values of every token would occupy.
+        evicted: whether a token has left; None of a cache that lets none go.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    ttft_ms: float
+    token_ms: tuple[float, ...]
+    cache_bytes: int
+    full_cache_bytes: int
+    evicted: bool | None = None
+
+    @property
+    def tpot_ms(self) -> float:
+        """Median time of a token after the first; NaN if there is none."""
+        return quartiles(self.token_ms)[1]
+
+    def times(self) -> dict[str, float | None]:
+        """`ttft_ms`, and `tpot_ms` with its quartiles, for JSON."""
+        first, median, third = (None if x != x else round(x, 4) for x in quartiles(self.token_ms))
+        return {"ttft_ms": round(self.ttft_ms, 4), "tpot_ms": median, "tpot_ms_q1": first, "tpot_ms_q3": third}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ import click
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
-    from kvdsl.generation.generate import Generated
+    from kvdsl.generation.report import Generated
     from kvdsl_lab.leaderboard.questions import Question
 
 RATE = 0.25

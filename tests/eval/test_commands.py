@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from kvdsl.cli import main
 from kvdsl.cli.run import prompt_ids
 from kvdsl.errors import KvdslError
-from kvdsl.generation.generate import Generated
 from kvdsl.generation.models import load_model
-from kvdsl.generation.report import size
+from kvdsl.generation.report import Generated, size
 from kvdsl.generation.text import page, read_text
 from kvdsl_lab import demo
 from kvdsl_lab.cli.eval import command as evaluate
