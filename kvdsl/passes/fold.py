@@ -1,4 +1,4 @@
-"""Constant folding: computes what does not depend on what is cached.
+"""Constant folding: computes what does not depend on what is cached, and names the operations that its results make known.
 
 Arithmetic is that of 64-bit floats; `%` takes the sign of the divisor, conditions are 0 or 1. What has no finite value is
 left as it is.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from kvdsl.ir.nodes import Call, Expr, Input, Number, ParamRef, Policy
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 from kvdsl.ir.visitors import bottom_up, children, mapped
+from kvdsl.passes.known import known
 
 
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
@@ -36,24 +37,24 @@ def some(count: float) -> int:
 def apply(name: str, *args: float | None) -> float | None:
     """An operator or function of constants; None of another operation, if one is not known, or where there is no finite result."""
     row = OPERATORS.get(name) or FUNCTIONS.get(name)
-    known = [arg for arg in args if arg is not None]
-    if row is None or len(known) < len(args):
+    there = [arg for arg in args if arg is not None]
+    if row is None or len(there) < len(args):
         return None
     try:
-        value = float(row.value(*known))
+        value = float(row.value(*there))
     except (ArithmeticError, ValueError):
         return None
     return value if math.isfinite(value) else None
 
 
 def fold_expression(expr: Expr) -> Expr:
-    """The expression with its constant parts computed."""
+    """Return the expression with its constant parts computed: `ema(x, 1 - 1)` is `last(x)`."""
     return bottom_up(expr, _folded)
 
 
 def _folded(expr: Expr) -> Expr:
     value = value_of(expr) if expr.kind == "call" and all(part.kind == "number" for part in children(expr)) else None
-    return expr if value is None else Number(value=value)
+    return known(expr) if value is None else Number(value=value)
 
 
 def fold(policy: Policy) -> Policy:
