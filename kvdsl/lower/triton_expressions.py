@@ -146,7 +146,9 @@ class BlockPrinter(_TritonPrinter):
         return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        name = self.hoisted[expr]
+        name = self.hoisted.get(expr)
+        if name is None:  # over dims: no loop over them stands before a block of slots
+            raise NotLowerable(OF_VECTORS)
         return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
 
     def _pooled(self, expr: Call) -> Fragment:

@@ -314,6 +314,10 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
         ("param budget = 8\nscore norm2(k - mean(other(k) over others))", "what slots have of each other dim by dim"),
         ("param budget = 8\nscore max(sum(other(k) * v over dims) over others)", "what slots have of each other dim by dim"),
         ("param budget = 8\nscore sum(rank(attn))", "`rank`"),
+        *(
+            (f"param budget = 8\nscore mean(dot(q, k) over last 4 queries)\nwhen {phase}", "what a query gives every slot")
+            for phase in ("both", "prefill")
+        ),
         (
             "param budget = 8\nscore sum(attn)\npages 4\nselect top 8 by dot(q, mean(k over page))",
             "`select` by `pages` of what eviction",
