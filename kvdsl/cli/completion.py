@@ -1,4 +1,4 @@
-"""What a shell completes: the names of commands, policies, files and params. `docs/howto/completion.md` says how to turn it on."""
+"""What a shell completes: the names of commands, policies, files and params. `docs/howto/editors.md` says how to turn it on."""
 
 from __future__ import annotations
 
