@@ -17,6 +17,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "style.md"
+RECORD = ROOT / "docs" / "records" / "sentences.md"
+"""Quotes what was written before."""
+
+LATER = (
+    "docs/howto/serving.md", "docs/performance/serving.md", "kvdsl/integrations", "kvdsl/interp", "kvdsl/ir", "kvdsl/lower", "kvdsl/passes",
+    "kvdsl/runtime", "kvdsl/sema", "kvdsl/syntax",
+)  # fmt: skip
+"""What has yet to be rewritten. Take an entry out once its room is clean; add none."""
 
 _CODE = re.compile(r"^ *```.*?^ *```|(`+)(?!`).+?(?<!`)\1(?!`)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (.+?) \| (`.+`) \|$", re.MULTILINE)
@@ -64,11 +72,12 @@ def findings(file: Path, words: dict[str, str]) -> Iterator[Finding]:
 
 
 def files() -> list[Path]:
-    """The tracked files that people read sentences in."""
-    names = ["README.md", "CONTRIBUTING.md", "docs", "kvdsl", "templates", "policies"]
+    """Return the tracked files whose sentences people read, with the messages that `tests/diagnostics` records."""
+    names = ["README.md", "CONTRIBUTING.md", "docs", "kvdsl", "templates", "policies", "tests/diagnostics/mistakes"]
     told = subprocess.run(["git", "ls-files", "--", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    kinds = {".md", ".py", ".kv", ".jinja", ".hpp", ".cpp"}
-    return [ROOT / name for name in told.splitlines() if Path(name).suffix in kinds and ROOT / name != PAGE]
+    kinds = {".md", ".py", ".kv", ".jinja", ".hpp", ".cpp", ".txt"}
+    names = [name for name in told.splitlines() if Path(name).suffix in kinds and not name.startswith(LATER)]
+    return [ROOT / name for name in names if ROOT / name not in (PAGE, RECORD)]
 
 
 def main() -> None:
