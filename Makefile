@@ -124,10 +124,11 @@ docs: $(READY)  ## the documentation as a site, in site/, with the playground, w
 pictures: $(READY)  ## the pictures of the documents; needs nvim (0.10 for inlay hints), chromium, Node.js and npm
 	$(PY) -m scripts.pictures
 
-lint: $(READY)  ## ruff, mypy, and no prose in lines of more than 100 columns
+lint: $(READY)  ## ruff, mypy, and prose: lines of at most 100 columns, and the words of docs/style.md
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) scripts/prose.py --check
+	$(PY) -m scripts.style
 	$(PY) -m mypy
 
 format: $(READY)  ## mend what ruff can mend, and wrap prose at 100 columns

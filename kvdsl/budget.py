@@ -1,4 +1,4 @@
-"""What a number means that is given for `budget`: tokens, or a rate of the prompt."""
+"""What a number means that is given for `budget`: tokens, or a ratio of the prompt."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from kvdsl.errors import KvdslError
 
-ALLOWED = "give a number of tokens (512), or a rate of the prompt above 0 and up to 1.0, which is all of it (0.25)"
+ALLOWED = "give a number of tokens (512), or a ratio of the prompt above 0 and up to 1.0, which is all of it (0.25)"
 
 
 def tokens_or_rate(value: float) -> float:
-    """The budget as it is handed on: an int of tokens, or a float in (0, 1] that is a rate; 1 is a token and 1.0 the whole prompt.
+    """The budget as it is handed on: an int of tokens, or a float in (0, 1] that is a ratio; 1 is a token and 1.0 the whole prompt.
 
     Raises:
         ValueError: if it is neither; the message goes on after the budget's name.
     """
     if isinstance(value, float) and value > 1 and not value.is_integer():
-        raise ValueError(f"is {value:g}, which is neither a whole number of tokens nor a rate up to 1.0; {ALLOWED}")
+        raise ValueError(f"is {value:g}, which is neither a whole number of tokens nor a ratio up to 1.0; {ALLOWED}")
     if not 0 < value < float("inf"):
         raise ValueError(f"is {value:g}; {ALLOWED}")
     return float(value) if is_rate(value) else int(value)
 
 
-RATE = "give a rate of the prompt above 0 and up to 1, which is all of it, or a number of tokens as `budget`"
+RATE = "give a ratio of the prompt above 0 and up to 1, which is all of it, or a number of tokens as `budget`"
 
 
 def offers_ratio(params: Collection[str]) -> bool:
@@ -33,7 +33,7 @@ def offers_ratio(params: Collection[str]) -> bool:
 
 
 def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -> dict[str, Any]:
-    """What is given for params, by name, with a `ratio` as the budget that it means: a rate, 1 as well as 1.0.
+    """What is given for params, by name, with a `ratio` as the budget that it means: a ratio, 1 as well as 1.0.
 
     Raises:
         KvdslError: if the policy has no such budget, if both are given, or if it is no rate.
@@ -52,7 +52,7 @@ def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -
 
 
 def is_rate(value: float | None) -> bool:
-    """Whether such a budget is a rate of the prompt."""
+    """Whether such a budget is a ratio of the prompt."""
     return isinstance(value, float) and value <= 1
 
 

@@ -1,7 +1,7 @@
 """Choose thread counts on a machine that other programs use.
 
 While they wait, OpenMP threads spin for milliseconds, torch's and kvdsl's alike, because both use the same library. Beside one busy core, a
-token of SmolLM2 took three times as long on two threads as on one.
+token of SmolLM2 was 3× slower on two threads than on one.
 """
 
 from __future__ import annotations

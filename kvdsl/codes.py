@@ -106,7 +106,7 @@ TOO_DEEP = _code(
 NUMBER = _code(
     "KV0108",
     "number out of range",
-    "The number cannot be represented as a 64-bit float.",
+    "A 64-bit float cannot represent the number.",
     _policy("param budget = 1e400", "score position"),
 )
 EDITION_MISSING = _code(
@@ -127,7 +127,7 @@ GONE = _code(
 EDITION = _code(
     "KV0110",
     "unknown edition",
-    "This kvdsl does not know the edition that the file asks for, or the line does not stand first, or stands twice.",
+    "This kvdsl does not support the edition, or the edition line is not the first line, or occurs twice.",
     'kv 9\n\npolicy Example {\n  "An example."\n}\n',
 )
 BAD_NAME = _code(
@@ -153,7 +153,7 @@ ESCAPE = _code(
 UNREADABLE = _code(
     "KV0114",
     "file cannot be read",
-    "There is no such file, or it is a folder, or the system does not let kvdsl read it.",
+    "The file does not exist, is a folder, or cannot be read by this user.",
     'kv 1\nimport "missing.kv"\n\npolicy Example {\n  "An example."\n}\n',
 )
 PYTHON = _code(
@@ -262,7 +262,7 @@ NO_SUCH_POLICY = _code(
 UNKNOWN_SETTING = _code(
     "KV0215",
     "unknown param in a setting",
-    "`--set NAME=VALUE` sets a param of the policy; it has none of that name.",
+    "`--set NAME=VALUE` sets a param of the policy; it has no param of that name.",
     _policy(_BUDGET, "score position"),
     settings=(("buget", "256"),),
 )
@@ -377,7 +377,7 @@ OPTION = _code(
 RANDOM = _code(
     "KV0311",
     "random number where pages are read",
-    "What a page has is the same whoever asks, but `random()` is drawn anew by every query and at every settle.",
+    "A page's value is the same for every query, but `random()` is drawn again by every query and at every settle.",
     _policy(_BUDGET, "pages 16", "score max(random() over page)"),
 )
 PAGE = _code(
@@ -412,7 +412,7 @@ PROJECT = _code(
 ROTATE = _code(
     "KV0323",
     "nothing to rotate",
-    "`turn`, `ahead` and `pairs` rotate a key or a query as the model does, or what is made of these dim by dim. Values have no "
+    "`turn`, `ahead` and `pairs` apply the model's rotation to a key, a query, or an elementwise expression of one. Values have no "
     "positions, and what `project` gives has other dims.",
     _policy(_BUDGET, "score norm2(turn(v, 3))"),
 )
@@ -487,7 +487,7 @@ NO_BUDGET = _code(
 BUDGET = _code(
     "KV0403",
     "budget below 1, or with a fraction",
-    "A policy keeps at least one token, and whole ones. A rate of the prompt is written `0.25 * prompt`; only the param `budget` "
+    "A policy keeps at least one token, and whole ones. A ratio of the prompt is written `0.25 * prompt`; only the param `budget` "
     "itself may be given as a number above 0 and up to `1.0`, written with a point, which then means that; `1` is one token.",
     _policy("param budget = 0", "score position"),
 )
@@ -496,7 +496,7 @@ KEEPS = _code(
     "more kept than the budget holds",
     "What `keep first`, `keep last` and `keep top` protect has to fit into the budget; the first and the last tokens "
     "are always selected as well, and have to fit into what is selected. Different scopes may protect the same tokens, "
-    "but the first and the last ones are different as soon as there is anything to evict.",
+    "but the first and the last tokens are different ones once there is anything to evict.",
     _policy(_BUDGET, "score position", "keep first 300", "keep last 300"),
 )
 KEEPS_IN_LAYER = _code(
@@ -540,8 +540,8 @@ EMPTY_RANGE = _code(
 NO_VALUE = _code(
     "KV0408",
     "arithmetic without a result",
-    "The constant part of the expression has no finite value: a division by zero, the root of a negative number, a "
-    "number beyond the range of 64-bit floats.",
+    "The constant part of the expression is not finite: it divides by zero, takes the root of a negative number, or exceeds "
+    "64-bit floats.",
     _policy(_BUDGET, "score position / 0"),
 )
 BUDGET_CYCLE = _code(
@@ -579,7 +579,7 @@ ACROSS = _code(
     "budget across heads or layers that cannot share it",
     "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
     "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
-    "gives each head is its own. What a layer's share goes by, `across layers by ...`, is one number for all its KV heads; there "
+    "gives each head is its own. What a layer's share depends on, `across layers by ...`, is one number for all its KV heads; there "
     "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens, and in the "
     "score of heads that share a budget, of one number each; `rank(x over heads)` is for the latter alone.",
     _policy("budget 512 across heads", "score sum(attn)"),
@@ -644,7 +644,7 @@ SHARED = _code(
     "KV0419",
     "victims that layers or heads cannot share",
     "Heads with the same victims hold the same tokens, so that no count of tokens may differ between them, as a tensor may make it. Under "
-    "`victims shared by layers` all layers hold the same ones: no count may depend on `layer`, and what leaves is known only after the "
+    "`victims shared by layers` all layers hold the same ones: no count may depend on `layer`, and the victims are known only after the "
     "last layer, which is too late for `prefill blocks`.",
     _policy("budget 64 + layer", "score sum(attn)", "victims shared by layers"),
 )

@@ -85,7 +85,7 @@ def package(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A policy, its package and what there is to say about it.
+    """A policy, its package and its warnings.
 
     Attributes:
         files, data: text by name, and what is no text.

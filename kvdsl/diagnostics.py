@@ -299,9 +299,8 @@ _IMPORTS = ("KV0204", "KV0217")
 
 def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
     """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
-    stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
-    the expression around the edit, of which nothing was said while its part was wrong. Of a line the first syntax error is told, so
-    that the same one behind the edit is a later one.
+    stage (a syntax error hides errors of names, and these hide errors of axes), or another one of the expression around the edit, which
+    the error inside it hid. Only the first syntax error of a line is reported, so the same one after the edit is a later one.
     """
 
     def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:

@@ -13,7 +13,7 @@ from kvdsl.abi import VERSION
 
 
 def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[str, Any]:
-    """Versions and machine. torch is asked only if it is imported already: most commands do without it.
+    """Versions and machine. Read torch's version only if torch is imported already: most commands do not need it.
 
     Args:
         dtype, seed: of the computation, where there is one.

@@ -1,6 +1,6 @@
-"""The one place that knows of the laboratory, kvdsl-lab: evaluations, benchmarks, papers, the reference model and the books.
+"""The only module that imports the laboratory, kvdsl-lab: evaluations, benchmarks, papers, the reference model and the books.
 
-It is a package of its own (`lab/` in the repository). Nothing here needs it until it is asked for something.
+It is a separate package (`lab/` in the repository), imported on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvdsl.errors import KvdslError
 
 PACKAGE = "kvdsl_lab"
 COMMANDS = ("calibrate", "trace", "bench", "eval", "leaderboard", "search", "reproduce")
-"""Commands that come with it: where it is not installed, they are told apart from misspelt ones."""
+"""Commands of the laboratory: without it, they are distinguished from misspelt ones."""
 INSTALL = "pip install 'kvdsl[lab]' (in a clone: pip install ./lab)"
 
 

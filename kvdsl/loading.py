@@ -103,7 +103,7 @@ class Loaded:
         return self.source.text if isinstance(self.source, Combined) else cache_class.spec.stem
 
     def with_clauses(self, cache_class: type[KVCache], clauses: str, settings: Mapping[str, Any]) -> type[KVCache]:
-        """The class of the policy with clauses; the settings of either hold, but for params that the clauses change.
+        """The class of the policy with clauses; the settings of either hold, except for params that the clauses change.
 
         Raises:
             DiagnosticError: if it has errors.
@@ -213,7 +213,7 @@ def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, 
 
 @contextmanager
 def _needing(what: str) -> Iterator[None]:
-    """Say in one line that something needs torch or transformers, which the language half of kvdsl does without."""
+    """Report in one line that something needs torch or transformers, which the language half of kvdsl does not need."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -1,6 +1,6 @@
 """The shipped policies as cache classes: `from kvdsl.policies import H2OCache`.
 
-A class is compiled when it is first asked for, into kvdsl's cache folder; `kvdsl list` shows what there is.
+Importing a class compiles it into kvdsl's cache folder; `kvdsl list` lists them.
 """
 
 from __future__ import annotations

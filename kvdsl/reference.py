@@ -1,7 +1,6 @@
-"""What the words of the language mean, a line each: for its reference, and for editors.
+"""The meaning of each word of the language in one line, for the reference and for editors.
 
-Statements stand here; inputs, functions and reductions in the table of operations (`kvdsl.ir.ops`), the words of options with the checker
-of statements.
+Statements are here; `kvdsl.ir.ops` has inputs, functions and reductions, and the checker of statements the words of options.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from kvdsl.files import read_resource
 from kvdsl.ir import ops
 from kvdsl.syntax.nodes import AXES, WORDS
 
-_GIVEN = "a number of each token and KV head that the caller gives; without a default, always"
-_TENSOR = "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps"
+_GIVEN = "a number per token and KV head from the caller, required unless it has a default"
+_TENSOR = (
+    "a tensor from a file; expressions read this layer's and KV head's slice. Without `dims` it may set a head's budget"
+)
 
 STATEMENTS = {
     "param": (
-        "a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt",
+        "a number that the user may set; `budget` takes a whole number of tokens, or a ratio of the prompt",
         "",
     ),
     "let": ("a name for an expression, or a function", ""),
@@ -28,37 +29,37 @@ STATEMENTS = {
     "tensor": (_TENSOR, ""),
     "given": (_GIVEN, ""),
     "budget": (
-        "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached; heads and layers may "
-        "share theirs",
+        "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors and cached tokens; heads and layers may "
+        "share it",
         "",
     ),
-    "score": ("one number per slot; the lowest leaves first", ""),
-    "keep_first": ("the first tokens may not leave", ""),
-    "keep_last": ("the last tokens may not leave", ""),
-    "keep_top": ("the tokens with the highest value may not leave", ""),
-    "keep_where": ("tokens for which the condition holds may not leave", ""),
+    "score": ("one number per slot; the lowest is evicted first", ""),
+    "keep_first": ("protects the first tokens", ""),
+    "keep_last": ("protects the last tokens", ""),
+    "keep_top": ("protects the tokens with the highest value", ""),
+    "keep_where": ("protects tokens for which the condition holds", ""),
     "keep_nothing": ("`override keep` drops the inherited ones", ""),
-    "victims": ("who must agree on the victims: scores are averaged over them", ""),
+    "victims": ("heads or layers that share their victims: scores are averaged over them", ""),
     "trigger": ("prune only once live - budget reaches this, floored but at least 1; 0 never", "1"),
     "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
-    "max_drop": ("how many tokens leave at a time, floored but at least 1; 0: as many as are too many", "0"),
-    "cap": ("`hard`: behind a prompt never more than budget + slack, not even while attending", ""),
+    "max_drop": ("how many tokens a prune evicts, floored but at least 1; 0: all above the budget", "0"),
+    "cap": ("`hard`: after a prompt never more than budget + slack, not even while attending", ""),
     "select": (
-        "attend to these tokens only, or to all for which a condition holds and the first and last that `keep` names, and keep all; each "
-        "counts in the softmax `weight` times; `from layers`: these choose for those above",
+        "attend only to these tokens and to the first and last that `keep` names, but keep all; each counts `weight` times in the "
+        "softmax; `from layers`: these layers choose for those above",
         "all",
     ),
-    "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
+    "sketch": ("the dims that `over sketch` reads, chosen again after every so many queries", ""),
     "pages": (
-        "`over page` reads what pages of so many tokens have, `over next page` what the one behind has; selection is by page",
+        "`over page` reduces over pages of so many tokens, `over next page` over the following one; selection is by page",
         "",
     ),
     "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
     "when": ("the phase in which it evicts; `every N`: a prompt settles after every N tokens of it", ""),
-    "group": ("how a group's query heads are reduced; `each`: they are not, and each selects for itself", ""),
-    "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
-    "storage": ("edition 1: how slots lie in memory unless the cache's option `storage` says otherwise", ""),
-    "rope": ("edition 1: how compact positions are served, likewise", ""),
+    "group": ("how a group's query heads are reduced; `each`: not at all, each one selects tokens of its own", ""),
+    "positions": ("how keys are rotated: by the place in the text, or by the rank among the live slots", ""),
+    "storage": ("edition 1: the memory layout, unless the cache's option `storage` sets it", ""),
+    "rope": ("edition 1: how compact positions are computed, unless the option `rope` sets it", ""),
     "prefill": ("one settle after the prompt, or one after every block of it", ""),
 }
 """Rule of the grammar -> what the statement means, and its default where that is no word."""
@@ -67,7 +68,7 @@ ITEMS = {
     "edition": "the edition of the language that the file is written in; stands first",
     "import": "makes a shipped policy known, or, in quotes, the policies and lets of a file",
     "policy": "a policy",
-    "extended": "a policy that takes over the statements of another",
+    "extended": "a policy that inherits the statements of another",
     "with": "the other policy with clauses, each in the place of what it names there",
     "test": "a test, in a file of tests: `kvdsl test` runs it",
 }
@@ -79,30 +80,30 @@ STEPS = {
     "prompt": "tokens that come in together",
     "attend": "a token, by the attention that it pays to those that are there and, last, to itself",
     "token": "a token, by its vectors: attention follows from them",
-    "times": "the same token, again and again",
-    "expect": "what the last token, or the prompt, led to, by a name: `kept`, `score`, or a state column of `kvdsl explain`",
-    "expect_error": "the policy is refused with a message that has this text in it",
+    "times": "the same token, repeated",
+    "expect": "the result of the last token or prompt, by name: `kept`, `score`, or a state column of `kvdsl explain`",
+    "expect_error": "kvdsl refuses the policy with a message that contains this text",
 }
 """Rule of the grammar -> what the step of a test means."""
 
 PLACES = {
-    "evicted": "the positions of the tokens that left with the last token, or with the prompt",
-    "kept": "the positions of the tokens that are there",
-    "protected": "the positions of the tokens that could not leave, before any left",
+    "evicted": "the positions of the tokens that the last token, or the prompt, evicted",
+    "kept": "the positions of the cached tokens",
+    "protected": "the positions of the protected tokens, before any eviction",
     "selected": "the positions that the last token chose to attend to, or for the layers above",
     "sketch": "the dims of the sketch",
 }
 """What a test can expect as positions."""
 
 VALUES = {
-    "score": "the scores before tokens left, in the order of the text",
+    "score": "the scores before the eviction, in the order of the text",
     "attn": "the attention of the last token, in the order of the text",
-    "live": "how many tokens are there",
+    "live": "how many tokens are cached",
 }
 """What a test can expect as numbers, beside the policy's state."""
 
 VECTORS = ("query", "key", "value")
-"""What a token of a test brings by itself."""
+"""The vectors that a token of a test may have."""
 
 NO_NUMBERS = ("nan", "inf")
 """Names of numbers in tests; `nothing` stands for no position."""

@@ -16,14 +16,14 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 
 
 def render_sarif(diagnostics: Iterable[Diagnostic], exit_code: int) -> dict[str, Any]:
-    """The log of one run: what was found, and the rules, of which each result names one.
+    """Return the log of one run: the findings, and the rules that they name.
 
     Args:
         exit_code: of the command; 2 says that it could not check everything.
     """
     found = list(diagnostics)
     rules = sorted({one.code for one in found})
-    # A result has a place in a file; what could not be run at all has none, and is told of the run.
+    # A result has a place in a file. A command that could not run has none and becomes a notification of the run.
     placed, notices = ([one for one in found if _is_file(one.span) is here] for here in (True, False))
     invocation: dict[str, Any] = {"executionSuccessful": exit_code < 2, "exitCode": exit_code}
     if notices:

@@ -137,7 +137,7 @@ def text_of(found: Path | SourceFile) -> str:
 
 
 def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> Combined:
-    """A policy with clauses: `with` and these behind the name of the base, or what else it goes by.
+    """A policy with clauses: `with` and these after the name of the base, or another name.
 
     Raises:
         DiagnosticError: if the clauses can be no text of a policy.

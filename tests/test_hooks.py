@@ -1,4 +1,4 @@
-"""The hooks for pre-commit and the workflow of docs/howto/ci.md: their commands exist, and the hooks find what is wrong."""
+"""The hooks for pre-commit and the workflow of docs/howto/testing.md: their commands exist, and the hooks find what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.test_pages import understood
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
-PAGE = "docs/howto/ci.md"
+PAGE = "docs/howto/testing.md"
 
 
 def test_hooks_and_workflow_run_commands_that_exist() -> None:

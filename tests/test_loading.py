@@ -26,7 +26,7 @@ def test_a_policy_in_a_string(tmp_path: Path) -> None:
 def test_what_a_package_says_of_its_making_names_no_file_that_may_lie_elsewhere() -> None:
     module = sys.modules[kvdsl.compile(CALM).__module__]
     text = Path(module.__file__ or "").read_text()
-    assert "from calm.kv (" in text and "Do not edit: `kvdsl compile` makes it anew." in text
+    assert "from calm.kv (" in text and "Do not edit: `kvdsl compile` rewrites it." in text
 
 
 def test_a_policy_in_a_string_may_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def language() -> str:
 
 
 def check(text: str) -> str:
-    """What there is to say about a text, with places as an editor of UTF-16 counts them."""
+    """Findings of a text, with positions in UTF-16 units."""
     found = analyse(SourceFile(NAME, text)).diagnostics
     return json.dumps([
         {

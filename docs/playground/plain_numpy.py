@@ -3,7 +3,7 @@
     plain_numpy.install()  # before kvdsl.interp is imported
 
 Names, arguments and results are NumPy's, and so is what becomes of infinities and NaNs. The reference interpreter may use all of NumPy:
-whatever is asked for that is not here says so (`LacksError`) when it is used, and the page refuses the policy.
+a missing function raises `LacksError` when it is used, and the page refuses the policy.
 An array is a list of Python's numbers, in rows. Indexing always copies. Sums are added as Python adds them, so that they may differ from
 NumPy's in the last bit.
 """
@@ -645,7 +645,7 @@ def argsort(x: ndarray, kind: str = "stable") -> ndarray:
 
 
 def lexsort(keys: Sequence[ndarray]) -> ndarray:
-    """The same by several rows, of which the last one counts most."""
+    """Sort by several rows; the last one counts most."""
     ranks = keys[0].flat if len(keys) == 1 else list(zip(*(key.flat for key in reversed(keys)), strict=True))
     return _row(sorted(range(len(ranks)), key=ranks.__getitem__), int)
 

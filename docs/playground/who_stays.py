@@ -41,7 +41,7 @@ class CannotRunError(Exception):
 
 @lru_cache
 def about() -> dict[str, Any]:
-    """The recording but for its numbers."""
+    """The recording without its numbers."""
     found: dict[str, Any] = json.loads((HERE / "recording.json").read_text(encoding="utf-8"))
     return found
 
@@ -88,7 +88,7 @@ def _of_query_heads(layer: int, head: int, token: int) -> Array:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for.
+    """A request.
 
     Attributes:
         text: the policy.
@@ -105,7 +105,7 @@ class Asked:
 
 
 def run(asked: Asked) -> Iterator[dict[str, Any]]:
-    """Which tokens stayed, as far as the run is, now and then and at its end.
+    """Yield which tokens stayed, now and then during the run and at its end.
 
     `known` tokens have been read, `done` is their share of all, and the `first` are the prompt. `left` says of each token after whose query
     it was gone, or null; `read` of each query after the prompt which tokens it attended to, or null where that is all that was there;
@@ -198,7 +198,7 @@ _runs: dict[str, Iterator[dict[str, Any]]] = {}
 
 
 def page() -> str:
-    """The recording but for its numbers."""
+    """The recording without its numbers."""
     return json.dumps(about())
 
 
@@ -208,7 +208,7 @@ def begin(side: str, question: str) -> None:
 
 
 def go_on(side: str) -> str:
-    """Go on with it for a moment: what `run` gives, of which the last has a `done` of 1, or {"error": why not}."""
+    """Continue for a moment: what `run` yields, the last one with a `done` of 1, or {"error": why not}."""
     try:
         return json.dumps(next(_runs[side]))
     except CannotRunError as error:

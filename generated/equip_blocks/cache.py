@@ -1,6 +1,6 @@
 """EQUIPBlocks: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class EQUIPBlocksCache(KVCache):
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.
-        budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
+        budget: default 512; 0.25 is a ratio of the prompt, 1.0 all of it.
         recent: default budget / 2.
         block: default 16.
-        ratio: the budget as a rate of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
+        ratio: the budget as a ratio of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
         rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.

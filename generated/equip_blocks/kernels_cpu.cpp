@@ -1,13 +1,13 @@
 // EQUIPBlocks: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 //
 // EQUIP_H2O as its paper has it in memory. Edition 1 states it: the two last lines are the defaults of the options of its caches.
 //
 // "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
 // are kept, and a new token is written at block and offset.
 //
-// The lowest leaves first: sum(attn)
+// Evicts the lowest first: sum(attn)
 // keep last recent
 #include <kvdsl/decode.hpp>
 #include <kvdsl/prompt.hpp>

@@ -1,6 +1,6 @@
 """EQUIPBlocks in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -25,6 +25,6 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def score(slots: View) -> Tensor | float:
-    """The lowest leaves first: sum(attn)."""
+    """Evicts the lowest first: sum(attn)."""
     sum_attn = slots.column("sum_attn")
     return sum_attn

@@ -1,13 +1,13 @@
 """EQUIPBlocks on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 
 EQUIP_H2O as its paper has it in memory. Edition 1 states it: the two last lines are the defaults of the options of its caches.
 
 "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
 are kept, and a new token is written at block and offset.
 
-The lowest leaves first: sum(attn)
+Evicts the lowest first: sum(attn)
 keep last recent
 
 Legend:
@@ -45,7 +45,7 @@ def settle(
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
     keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
-    values,  # [R, H, N, E], likewise
+    values,  # [R, H, N, E], in the same layout
     first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
     table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
@@ -58,12 +58,12 @@ def settle(
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
-    lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
+    lowest_found,  # [B, H, PIECES] int64: gets the key of each program's first victim
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
     seen,  # [R] int32: gets the next token's
-    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 3] float64
     slots,
     splits,
@@ -150,7 +150,7 @@ def settle(
         tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
     tl.debug_barrier()
 
-    # Who leaves.
+    # Choose the victims.
     if leaving == 0:
         return
     first, last = evicting.ends(now, live, 0, ops.count(number_recent))
@@ -253,7 +253,7 @@ def settle_prompt(
     window,  # queries see this many tokens; 2**30: all
     BLOCK: tl.constexpr,
 ):
-    """Free the slots of those that must leave behind a prompt; the grid is (H, B)."""
+    """Evict after a prompt; the grid is (H, B)."""
     head, row = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)

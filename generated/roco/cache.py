@@ -1,6 +1,6 @@
 """RoCo: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RoCoCache(KVCache):
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.
-        budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
+        budget: default 512; 0.25 is a ratio of the prompt, 1.0 all of it.
         protect: default budget / 2.
-        ratio: the budget as a rate of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
+        ratio: the budget as a ratio of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
         rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.

@@ -1,6 +1,6 @@
 // RoCo: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
 //
 // Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 //
@@ -11,7 +11,7 @@
 // checked: formula
 // code: differs: squares underflow in float16, and scopes and budgets are others
 //
-// The lowest leaves first: mean(attn)
+// Evicts the lowest first: mean(attn)
 // keep top protect by std(attn)
 // keep last 1
 #include <kvdsl/decode.hpp>

@@ -1,6 +1,6 @@
 """RoCo in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -29,6 +29,6 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def score(slots: View) -> Tensor | float:
-    """The lowest leaves first: mean(attn)."""
+    """Evicts the lowest first: mean(attn)."""
     sum_attn = slots.column("sum_attn")
     return sum_attn / slots.observed

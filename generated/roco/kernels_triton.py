@@ -1,6 +1,6 @@
 """RoCo on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
 
 Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 
@@ -11,7 +11,7 @@ reach: exact
 checked: formula
 code: differs: squares underflow in float16, and scopes and budgets are others
 
-The lowest leaves first: mean(attn)
+Evicts the lowest first: mean(attn)
 keep top protect by std(attn)
 keep last 1
 
@@ -50,7 +50,7 @@ def settle(
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
     keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
-    values,  # [R, H, N, E], likewise
+    values,  # [R, H, N, E], in the same layout
     first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
     table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
@@ -59,12 +59,12 @@ def settle(
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
-    lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
+    lowest_found,  # [B, H, PIECES] int64: gets the key of each program's first victim
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
     seen,  # [R] int32: gets the next token's
-    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 2] float64
     slots,
     splits,
@@ -144,7 +144,7 @@ def settle(
         tl.store(sum_attn_squared_at + i, sum_attn_squared + ops.square(attn), mask=visible)
     tl.debug_barrier()
 
-    # Who leaves.
+    # Choose the victims.
     if leaving == 0:
         return
     first, last = evicting.ends(now, live, 0, 1)
@@ -252,7 +252,7 @@ def settle_prompt(
     window,  # queries see this many tokens; 2**30: all
     BLOCK: tl.constexpr,
 ):
-    """Free the slots of those that must leave behind a prompt; the grid is (H, B)."""
+    """Evict after a prompt; the grid is (H, B)."""
     head, row = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)

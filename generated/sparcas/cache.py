@@ -1,6 +1,6 @@
 """SparCas: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from __future__ import annotations

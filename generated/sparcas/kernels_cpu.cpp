@@ -1,6 +1,6 @@
 // SparCas: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 //
 // Keeps every token and attends to few: those that score best over the dims in which the query is large.
 //

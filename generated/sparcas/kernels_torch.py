@@ -1,6 +1,6 @@
 """SparCas in torch: what is attended to.
 
-Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """

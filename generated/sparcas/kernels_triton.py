@@ -1,6 +1,6 @@
 """SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 
 Keeps every token and attends to few: those that score best over the dims in which the query is large.
 
@@ -53,7 +53,7 @@ def find_sketch(
     D_PAD: tl.constexpr,
     W_PAD: tl.constexpr,
 ):
-    """The sketch's dims, [W_PAD], and whether they are found anew at this query."""
+    """The sketch's dims, [W_PAD], and whether this query chooses them again."""
     number_sketch_dims = tl.load(numbers + own_row * 3 + 1)
     number_sketch_every = tl.load(numbers + own_row * 3 + 2)
     j = tl.arange(0, W_PAD)
@@ -122,14 +122,14 @@ def look(
     sketch_keys += own_pair * slots * width
     dims, due = find_sketch(query, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
     tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
-    anew = (tl.load(copied + own_row) == 0) | due
+    due_again = (tl.load(copied + own_row) == 0) | due
     q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
 
     gap = tl.full([BLOCK], ops.INT_MAX, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
     first = split * per_split
     end = tl.minimum(first + per_split, slots)
-    if anew:
+    if due_again:
         select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, BLOCK, table, SIZE)
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -218,7 +218,7 @@ def settle(
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
     keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
-    values,  # [R, H, N, E], likewise
+    values,  # [R, H, N, E], in the same layout
     first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
     table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
@@ -230,7 +230,7 @@ def settle(
     width,
     newest,  # [B] int32: the new token's position
     seen,  # [R] int32: gets the next token's
-    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 3] float64
     slots,
     splits,

@@ -1,6 +1,6 @@
 // StreamingLLM: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
 //
 // Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
 //
@@ -11,7 +11,7 @@
 // reach: exact
 // checked: formula
 //
-// The lowest leaves first: position
+// Evicts the lowest first: position
 // keep first sinks
 // keep last 1
 #include <kvdsl/decode.hpp>

@@ -1,6 +1,6 @@
 """StreamingLLM in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -20,5 +20,5 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def score(slots: View) -> Tensor | float:
-    """The lowest leaves first: position."""
+    """Evicts the lowest first: position."""
     return slots.position

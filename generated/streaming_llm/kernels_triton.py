@@ -1,6 +1,6 @@
 """StreamingLLM on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
 
 Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
 
@@ -11,7 +11,7 @@ year: 2023, arXiv 2309.17453
 reach: exact
 checked: formula
 
-The lowest leaves first: position
+Evicts the lowest first: position
 keep first sinks
 keep last 1
 
@@ -47,7 +47,7 @@ def settle(
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
     keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
-    values,  # [R, H, N, E], likewise
+    values,  # [R, H, N, E], in the same layout
     first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
     table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
@@ -58,12 +58,12 @@ def settle(
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
-    lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
+    lowest_found,  # [B, H, PIECES] int64: gets the key of each program's first victim
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
     seen,  # [R] int32: gets the next token's
-    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 2] float64
     slots,
     splits,
@@ -132,7 +132,7 @@ def settle(
             rotate.place_half(half_keys + (own_pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
     tl.debug_barrier()
 
-    # Who leaves.
+    # Choose the victims.
     if leaving == 0:
         return
     first, last = evicting.ends(now, live, ops.count(number_sinks), 1)
@@ -165,7 +165,7 @@ def settle_prompt(
     slots,
     BLOCK: tl.constexpr,
 ):
-    """Free the slots of those that must leave behind a prompt; the grid is (H, B)."""
+    """Evict after a prompt; the grid is (H, B)."""
     head, row = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)

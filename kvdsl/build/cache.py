@@ -41,7 +41,7 @@ def user_folder(variable: str, directory: str) -> Path:
 
 @contextmanager
 def cache_folder_at(folder: Path) -> Iterator[None]:
-    """In this block the folder is another one: for what nobody will want again, and nobody is told of."""
+    """Use another cache folder inside this block, for builds that are thrown away and not announced."""
     before, told = os.environ.get("KVDSL_CACHE_DIR"), _told.set(False)
     os.environ["KVDSL_CACHE_DIR"] = str(folder)
     try:
@@ -58,7 +58,7 @@ _told: ContextVar[bool] = ContextVar("told", default=True)
 
 
 def told() -> bool:
-    """Whether people are told what is built."""
+    """Return whether builds are announced to the user."""
     return _told.get()
 
 

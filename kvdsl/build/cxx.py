@@ -56,7 +56,7 @@ def compiler() -> list[str]:
 
 
 def flags() -> list[str]:
-    """What every build is told, and behind it `$KVDSL_CXXFLAGS`: `-march=x86-64-v3` for machines that have less than this one, say.
+    """Return the flags of every build, then `$KVDSL_CXXFLAGS`: `-march=x86-64-v3` for machines that have less than this one, say.
 
     Raises:
         KvdslError: if that cannot be read.
@@ -96,7 +96,7 @@ def _processor() -> str:
 
 @lru_cache
 def _runtime() -> bytes:
-    """A digest of the headers and the driver: once a process, whatever is built."""
+    """Return a digest of the headers and the driver, computed once per process."""
     digest = hashlib.sha256()
     for file in sorted((*INCLUDE.rglob("*.hpp"), *DRIVER.glob("*.?pp"))):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -219,10 +219,10 @@ def _compile(command: list[str], sources: list[Path], made: Path) -> None:
     if done.returncode:
         raise KvdslError(_failure(command, done, made))
     if not made.is_file():
-        raise KvdslError(f"the C++ compiler {command[0]} says that all is well, but makes no file; {_OTHER}")
+        raise KvdslError(f"the C++ compiler {command[0]} reports success, but writes no file; {_OTHER}")
     if _cut_short(made):
         raise KvdslError(
-            f"the C++ compiler {command[0]} says that all is well, but makes half a file; is the disk full? else {_OTHER}"
+            f"the C++ compiler {command[0]} reports success, but writes half a file; is the disk full? else {_OTHER}"
         )
 
 

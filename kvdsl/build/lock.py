@@ -63,7 +63,7 @@ def sweep(folder: Path) -> None:
 
 
 def _wait(held: contextlib.ExitStack, thing: Path, what: str, limit: float) -> bool:
-    """Hold the lock, or False, until the stack is left."""
+    """Take the lock until the stack closes; return False where files cannot be locked."""
     first = min(SILENT, limit)
     try:
         return held.enter_context(_locked(thing, first))

@@ -1,8 +1,8 @@
 """What is made once and used often, in the cache folder: checked whenever it is opened, made again where it is damaged.
 
 An entry is a folder with a seal, which has the size and the digest of each of its files. It is made in a folder of its maker's own
-and published by one rename: others see all of it or nothing. Nothing is flushed to the disk for that, for whoever opens an entry
-compares it with its seal: what a power cut leaves half written has another digest.
+and published by one rename: others see all of it or nothing. Nothing is flushed to disk: opening an entry compares it with its seal,
+and a file half written by a power cut has another digest.
 
 Reading the weights of a model whole takes a second. So the state of a file is noted beside it when it has been read, and it is not read
 again while that is the same. No program changes a file and not its `ctime`, which the system alone sets. What a disk forgets by
@@ -103,7 +103,7 @@ def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
             shutil.rmtree(folder)
     try:
         os.rename(made, folder)
-    except OSError:  # likewise, just now
+    except OSError:  # another process published it just now
         if flaw(folder) is not None:
             raise
 
@@ -128,7 +128,7 @@ STILL = 2.0
 
 
 def stamp(file: Path) -> Stamp:
-    """The state of a file, in a few microseconds."""
+    """Return the size, times and identity of a file, in a few microseconds."""
     found = file.stat()
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 

@@ -1,4 +1,4 @@
-"""What the commands share: options, exit codes, JSON, and how errors are told."""
+"""Options, exit codes, JSON output and error reports that the commands share."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def kv_files(names: Iterable[str], *, tests: bool = False) -> list[str]:
 
 
 def _below(folder: Path, tests: bool) -> Iterator[str]:
-    """The .kv files of a folder and those in it, but for hidden and installed ones."""
+    """Yield the .kv files of a folder and its subfolders, except hidden and installed ones."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name in _SKIPPED:
             continue
@@ -117,7 +117,7 @@ def terminal_width(most: int, least: int = 40) -> int:
 
 
 def params_as_data(policy: Policy) -> list[dict[str, Any]]:
-    """The params of a policy for a JSON object; a default is an expression in the language."""
+    """Return the params of a policy for a JSON object; defaults are expressions of the language."""
     from kvdsl.ir.printer import print_expression
 
     return [
@@ -201,7 +201,7 @@ def guarded(action: Callable[[], Any], as_json: bool = False) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else CLEAN
     except BrokenPipeError:
-        # Whoever reads our output has seen enough.
+        # The reader closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
     except (KeyboardInterrupt, click.Abort):

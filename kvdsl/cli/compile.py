@@ -269,7 +269,7 @@ def _stage(policy: Policy, source: str, stage: str) -> str:
 
 
 def _stage_as_data(policy: Policy, source: str, stage: str) -> dict[str, object]:
-    """The IR and the files as they are; the other stages as text."""
+    """Return the IR and the files as data, and the other stages as text."""
     if stage == "ir":
         return {"name": policy.name, "ir": policy.model_dump(mode="json")}
     if stage == "code":

@@ -1,4 +1,4 @@
-"""What a shell completes: the names of commands, policies, files and params. `docs/howto/completion.md` says how to turn it on."""
+"""What a shell completes: the names of commands, policies, files and params. `docs/howto/editors.md` says how to turn it on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
         for name, default in _params(policy):
             items.setdefault(name, CompletionItem(f"{name}=", help=f"{policy}: {default}"))
         if offers_ratio([name for name, _ in _params(policy)]):
-            items.setdefault("ratio", CompletionItem("ratio=", help=f"{policy}: the budget as a rate of the prompt"))
+            items.setdefault("ratio", CompletionItem("ratio=", help=f"{policy}: the budget as a ratio of the prompt"))
     return [item for name, item in items.items() if name.startswith(incomplete)]
 
 

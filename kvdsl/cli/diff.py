@@ -30,8 +30,8 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     """Say what is different between two policies: statements, what they remember of every token, bytes, and who stays.
 
     A and B are shipped policies or .kv files, perhaps with clauses (`h2o with when prefill`). Both count with all that they inherit;
-    names, docstrings, comments and lets make no difference. A small text of which they keep, or attend to, different tokens is looked
-    for in the reference interpreter, and shown as a test that one passes and the other fails.
+    names, docstrings, comments and lets make no difference. The command searches for a small text on which they keep, or attend to,
+    different tokens in the reference interpreter, and prints it as a test that one passes and the other fails.
 
     \b
     Examples:

@@ -46,8 +46,8 @@ def command(as_json: bool) -> None:
     """Say what works on this machine, and why the rest does not.
 
     Looks at the versions of what kvdsl needs, the C++ compiler, the cache folders and the backends; builds what a first use would
-    build, and compares what the backends make of a small model. The exit code is 1 if something fails or is missing that
-    kvdsl cannot do without. Without a C++ compiler it is slower, but works.
+    build, and compares what the backends make of a small model. The exit code is 1 if something fails or if something is
+    missing that kvdsl needs. Without a C++ compiler it is slower, but works.
 
     \b
     Examples:
@@ -109,7 +109,7 @@ def _vectors() -> str:
     known = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
     line = next((line for line in flags.splitlines() if line.startswith(("flags", "Features"))), "")
     words = set(line.split())
-    return " ".join(name for name in known if name in words) or "none that kvdsl knows of"
+    return " ".join(name for name in known if name in words) or "none that kvdsl uses"
 
 
 _PACKAGES = (
@@ -188,7 +188,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written there, by trying it."""
+    """Try to write there; return why it fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -224,7 +224,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _build_problem() -> str | None:
-    """What keeps a library from being built anew, as a policy's is, and from being run."""
+    """Return why a library cannot be built and run here, as a policy's is; None if it can."""
     import ctypes
 
     from kvdsl.build.cxx import build_library
@@ -297,7 +297,7 @@ def _triton(gpu: bool) -> Finding:
     except ImportError as error:
         hint = "pip install triton"
         return Finding("backends", "triton", False, f"Triton cannot be imported: {error}", hint, needed=gpu)
-    where = "serves here" if gpu else "compiles for GPUs (`kvdsl build`), of which there is none here"
+    where = "serves here" if gpu else "compiles for GPUs (`kvdsl build`); there is none here"
     return Finding("backends", "triton", True, f"Triton {triton.__version__} {where}")
 
 

@@ -40,8 +40,8 @@ _WIDTH = 100
 def command(what: str, settings: dict[str, str], memory: dict[str, str], head_dim: int, dtype: str, style: str) -> None:
     """Say in words what a policy does, or what an error code means.
 
-    Of a policy: what it keeps, who leaves first, what it attends to and when, what it remembers of every token and why, what that
-    costs, and where it runs. Of a code: what it means, and an example that fails with it.
+    Of a policy: what it keeps and evicts, what it attends to and when, which state it stores per token and why, what that costs,
+    and where it runs. Of a code: what it means, and an example that fails with it.
 
     \b
     Examples:

@@ -47,8 +47,8 @@ def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool, as_j
 
     FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without any, all .kv
     files below the current folder are formatted. Comments, strings and numbers stay as they are written; a file with syntax
-    errors is left alone. With --upgrade a file is left alone, too, that has something to be rewritten by hand, of which the reports say
-    what; what is rewritten keeps the same tokens.
+    errors is left alone. With --upgrade a file that needs a rewrite by hand is left alone, too, and the report says what to change;
+    rewritten files keep the same tokens.
 
     \b
     Examples:

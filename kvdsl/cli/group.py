@@ -100,7 +100,7 @@ class LazyGroup(click.Group):
         return list(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported now; None if there is none of that name."""
+        """Return the command, imported now; None if the name is unknown."""
         package = "kvdsl.cli" if cmd_name in COMMANDS else commands().get(cmd_name, (None,))[0]
         if package is None:
             return None

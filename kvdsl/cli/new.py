@@ -21,8 +21,8 @@ policy {name} {{
   param budget = 256  # the tokens that each KV head keeps; 0.25 would be a quarter of the prompt
   param sinks  = 4
   param recent = budget / 4
-  score mean(attn)   # the lowest leaves first
-  keep  first sinks  # what may not leave
+  score mean(attn)   # the lowest is evicted first
+  keep  first sinks  # protected tokens
   keep  last recent
 }}
 """

@@ -1,4 +1,4 @@
-"""Options of the commands that run models and kernels. What is wrong with them is told before torch is loaded, which takes seconds."""
+"""Options of the commands that run models and kernels. Commands report wrong options before they load torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
 
 
 def model_option(command: Any) -> Any:
-    """`--model`, given to the command as `model: str | None`; it can be loaded, as far as its name tells."""
+    """`--model`, given to the command as `model: str | None`; its name is one that can be loaded."""
 
     @click.option(
         "--model", metavar="MODEL",
@@ -122,7 +122,7 @@ def refuse_missing(package: str) -> None:
 
 
 def texts(*names: str) -> Callable[[Any], Any]:
-    """A decorator for commands whose options of these names are files of text, which have been looked at."""
+    """Return a decorator for commands whose options of these names are text files, checked before use."""
 
     def decorate(command: Any) -> Any:
         @wraps(command)

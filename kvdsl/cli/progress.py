@@ -62,7 +62,7 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """A line for work of which nobody knows how many parts it has: the caller says what is going on, or nothing to have it taken away."""
+    """Show a status line for work of unknown length: the caller passes what is going on, or nothing to remove the line."""
     from rich.console import Console
     from rich.markup import escape
 

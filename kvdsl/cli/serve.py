@@ -110,7 +110,7 @@ def served(
     ours["--served-model-name"] = model
     if trace is not None:
         if asked.answers:
-            raise KvdslError("a request that shares its prompt is not traced yet: leave --kvdsl-trace out")
+            raise KvdslError("a request that shares its prompt cannot be traced: leave out --kvdsl-trace")
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
         ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}

@@ -75,7 +75,7 @@ def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
 
 
 def _files(names: tuple[str, ...]) -> list[Path | SourceFile]:
-    """The files of tests that the names mean."""
+    """Return the test files that the names stand for."""
     if names:
         return [path for name in names for path in _named(name)]
     return [*(list(_named(".")) or sorted(set(_shipped().values())))]
@@ -176,7 +176,7 @@ def _counted(outcomes: tuple[Outcome, ...], *, zeros: bool = False) -> str:
 
 
 def _explained(failures: tuple[Failure, ...], color: bool) -> Iterator[str]:
-    """Each failure at its place, and below those that share it what the policy went by."""
+    """Yield each failure with its place, then the table of the step for failures that share it."""
     from kvdsl.diagnostics import Label, excerpt
 
     for failure, following in zip(failures, [*failures[1:], None], strict=True):

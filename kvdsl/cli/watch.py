@@ -18,7 +18,7 @@ def watch(read: Callable[[], T], show: Callable[[T], object], files: Callable[[]
     """Read and show, and again after each change, until Ctrl-C.
 
     Args:
-        files: what was read, as far as is known.
+        files: the files that were read, if known.
     """
     try:
         while True:

@@ -62,7 +62,7 @@ _MADE = "Made by kvdsl"
 
 
 def _banner(plan: PackagePlan, source: str) -> str:
-    return f"{_MADE} {VERSION} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
+    return f"{_MADE} {VERSION} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` rewrites it."
 
 
 def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], origin: str) -> str:

@@ -8,7 +8,7 @@ import re
 KERNELS = {"cpu": "C++", "triton": "Triton"}
 
 COST = {
-    "cpu": "a step of attention takes about 2.5 times as long there (docs/performance.md)",
+    "cpu": "a step of attention takes about 2.5× as long there (docs/performance.md)",
     "triton": "how much longer a step takes there was not measured",
 }
 """What it costs to run on the torch backend; `docs/performance.md` has the measurement (float32, 8 rows, 4,096 tokens)."""

@@ -1,4 +1,4 @@
-"""What there is to know of a policy: what it remembers of a token and why, what that costs, what it reads, and where it runs."""
+"""Facts about a policy: the state it stores per token and why, what that costs, what it reads, and where it runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Facts:
 
     @property
     def bytes_per_head(self) -> tuple[int | None, int | None]:
-        """Bytes of a KV head with the smallest of `budgets` and with the largest, as far as they are known."""
+        """Bytes of a KV head with the smallest of `budgets` and with the largest; None if unknown."""
         known = [budget.tokens for budget in self.budgets if budget.tokens is not None]
         least = self.bytes_per_token * min(known) if known else None
         return least, self.bytes_per_token * max(known) if known and len(known) == len(self.budgets) else None
@@ -102,11 +102,11 @@ class Facts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one token's state, as far as its size is known; without what goes with the prompt."""
+        """Bytes of one token's state, if its size is known, without columns freed after the prompt."""
         return sum(column.bytes_per_slot or 0 for column in self.state if not self.goes(column))
 
     def goes(self, column: State) -> bool:
-        """Whether a column is there while a prompt is read, and no longer."""
+        """Return whether a column exists only while a prompt is read."""
         return column.rule == "ring" and add_columns(self.policy).forgets
 
     @property
@@ -129,7 +129,7 @@ class Facts:
 
     @property
     def page_bytes(self) -> float | None:
-        """One token's share of the smallest and largest key of its page, which kernels keep likewise."""
+        """One token's share of the smallest and largest key of its page, which kernels also store."""
         select = None if self.plan.cpp is None else self.plan.cpp.select
         if self.policy.pages is None or select is None or select.by != "page_bound":
             return 0
@@ -138,12 +138,12 @@ class Facts:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one KV head of one layer, as far as the size of its state is known."""
+        """Bytes of one token in one KV head of one layer, if the size of its state is known."""
         return self.key_and_value + self.position_bytes + self.state_bytes
 
     @property
     def beyond_a_window(self) -> int:
-        """Of a token's bytes those that a window, which has keys, values and positions alone, does without."""
+        """Bytes of a token beyond a window's, which stores only keys, values and positions."""
         return self.bytes_per_token - self.key_and_value - POSITION + self.rotated_half
 
     @property
@@ -156,7 +156,7 @@ class Facts:
 
 
 def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts:
-    """What there is to know of a checked policy in a model with this head size and dtype."""
+    """Return the facts about a checked policy in a model with this head size and dtype."""
     values = _values(policy)
     read = {node.name for _, expr in statements(policy) for node in parts_of(expr, Input)}
     return Facts(
@@ -209,7 +209,7 @@ def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
 
 
 def _values(policy: Policy) -> dict[str, float]:
-    """What params and the budget are, as far as it is known; each may be said by others, which stand before it or behind."""
+    """Return the values of params and of the budget that are known; each may depend on others, before or after it."""
     values: dict[str, float] = {}
     before = -1
     while len(values) > before:
@@ -219,7 +219,7 @@ def _values(policy: Policy) -> dict[str, float]:
             if value is not None:
                 values[param.name] = value
         budget = None if policy.budget is None else value_of(policy.budget, values)
-        if budget is not None and budget >= 1:  # below 1 it is a rate
+        if budget is not None and budget >= 1:  # below 1 it is a ratio
             values["@budget"] = float(int(budget))
     return values
 
@@ -288,7 +288,7 @@ def _branches(expr: Expr, policy: Policy) -> Iterator[Expr]:
 
 
 def _peaks(policy: Policy, values: dict[str, float]) -> Iterator[Peak]:
-    """While attending, before what is too much has left."""
+    """The slots in use while a query attends, before the eviction."""
     if policy.budget is None:
         yield Peak("always", "every token", None)
         return

@@ -1,4 +1,4 @@
-"""What there is to know of a policy, or of a code, as one page of HTML that needs nothing else: light and dark, and in print."""
+"""Facts about a policy, or a code, as one self-contained page of HTML: light and dark, and in print."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pre {{ overflow-x: auto; padding: 1rem; border: 1px solid; border-radius: .4rem 
 
 
 def policy_page(found: Facts, source: str) -> str:
-    """A policy in words, with its source; `source` is the text of its file."""
+    """Return a page with a policy in words and its `source`, the text of its file."""
     policy = found.policy
     return _page(policy.name, "\n".join(_policy(found, source)))
 

@@ -49,7 +49,7 @@ def _keeps(found: Facts) -> Iterator[str]:
         told = " and ".join(tensors_of(policy.budget, policy))
         yield f"{' or '.join(map(_budget, found.budgets))} per KV head, as {told} tells, once it has made room"
     elif policy.measured is not None:
-        yield f"{print_expression(policy.measured)} tokens per KV head, counted anew whenever it makes room"
+        yield f"{print_expression(policy.measured)} tokens per KV head, counted again whenever it makes room"
         bound = "no bound: the cache grows with what stays" if policy.budget == Input(name="everything") else None
         yield bound or f"at most {_count(policy.budget, policy)}"
     else:
@@ -99,9 +99,9 @@ def _evicts(policy: Policy) -> Iterator[str]:
         return
     score, chance = print_expression(policy.score), has(policy.score, Call, op="random")
     if chance and not any(INPUTS[node.name].axes for node in parts_of(policy.score, Input)):
-        yield f"by lot: the token with the lowest {score} leaves first"
+        yield f"by lot: the token with the lowest {score} is evicted first"
     else:
-        lots = "; `random()` is a lot that each token draws anew" if chance else ""
+        lots = "; `random()` is drawn again by each token" if chance else ""
         yield f"the token with the lowest {score} first{lots}; of equals, the older one"
     if policy.trigger == Number(value=0):
         yield "never: the trigger is 0" if policy.cap == "soft" else "none after the prompt: the trigger is 0"
@@ -165,7 +165,7 @@ def _selects(policy: Policy) -> Iterator[str]:
     if policy.sketch is not None:
         yield (
             f"the sketch is the {_count(policy.sketch.count, policy)} dims with the highest {print_expression(policy.sketch.by)}, "
-            f"found anew every {_count(policy.sketch.every, policy)} generated tokens"
+            f"found again every {_count(policy.sketch.every, policy)} generated tokens"
         )
 
 
@@ -215,7 +215,7 @@ def _param(param: Param) -> str:
     unit = f" {param.unit}" if param.unit else ""
     low, high = ("" if end is None else f"{end:g}" for end in (param.low, param.high))
     bounds = f", in {low}..{high}" if low or high else ""
-    rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
+    rate = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{rate}"
 
 
@@ -282,7 +282,7 @@ def _known(size: float | None) -> str:
 
 
 def _range(found: Facts) -> str:
-    """`from 33,024 bytes to 264,192 bytes`, or as far as that is known before the file and the prompt are."""
+    """`from 33,024 bytes to 264,192 bytes`, or what is known of it before the file and the prompt."""
     least, most = found.bytes_per_head
     if least is None:
         return f"takes {found.bytes_per_token} bytes for every token of its budget"

@@ -92,7 +92,7 @@ def warm_up(model: Any, tokenizer: Any, prompt: Sequence[int], cache: Any) -> No
     """Run a few tokens untimed, so that kernels are built and threads are awake; the cache is empty afterwards.
 
     Args:
-        prompt: the whole one, of which the beginning is read with the budget that all of it will have.
+        prompt: the whole prompt; its beginning is read with the budget of the whole.
     """
     cache.expect_prompt(len(prompt))
     generate(model, tokenizer, prompt[:_WARM_UP_TOKENS], 3, cache)
@@ -144,7 +144,7 @@ def _layer_bytes(layer: Any) -> int:
 def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
     """Run prompts of equal length through the cache, whole or chunk by chunk; the last logits, float32 [batch, vocabulary].
 
-    However they are cut, a rate is of the whole prompt.
+    A ratio counts the whole prompt, however it is cut.
     """
     expect_prompt(cache, ids.shape[1])
     size = chunk or ids.shape[1]

@@ -22,7 +22,7 @@ class Numbers:
     """What a policy's numbers are for one row and layer: for all its KV heads, or where they read tensors, for one of them.
 
     Attributes:
-        params: the params by name; a `budget` that was given as a rate of the prompt is in tokens here.
+        params: the params by name; a `budget` that was given as a ratio of the prompt is in tokens here.
         budget: the tokens kept after a settle (the soft capacity C), floored; inf keeps everything.
         prompt: the row's tokens up to the end of its last prompt, padding excluded, or as many as are expected (see
             `kvdsl.interp.text`).

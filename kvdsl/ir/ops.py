@@ -77,7 +77,7 @@ INPUTS = _table(
         InputRow(
             "logit",
             _QUERY_SLOT,
-            "the scaled score before the softmax, reduced likewise",
+            "the scaled score before the softmax, reduced in the same way",
             "attention scores before the softmax",
         ),
         InputRow(
@@ -95,8 +95,10 @@ INPUTS = _table(
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
         InputRow("age", _SLOT, "newest position minus `position`"),
-        InputRow("budget", _NONE, "the tokens that are kept; in the statement `budget` the param of that name", fixed=True),
-        InputRow("live", _NONE, "the tokens that are cached, of each row"),
+        InputRow(
+            "budget", _NONE, "the number of tokens to keep; in the statement `budget` the param of that name", fixed=True
+        ),
+        InputRow("live", _NONE, "each row's cached tokens"),
         InputRow(
             "seen",
             _NONE,
@@ -105,13 +107,11 @@ INPUTS = _table(
         InputRow("prompt", _NONE, "each row's tokens up to the end of its last prompt, padding not counted", fixed=True),
         InputRow("layer", _NONE, "the layer's number, from 0", fixed=True),
         InputRow("layers", _NONE, "how many there are", fixed=True),
-        InputRow(
-            "everything", _NONE, "more tokens than any text has: a KV head with this budget keeps all of them", fixed=True
-        ),
+        InputRow("everything", _NONE, "unlimited: a KV head with this budget keeps every token", fixed=True),
         InputRow("query_position", frozenset({Axis.QUERY}), "the query's own place in the text"),
-        InputRow("scaling", _NONE, "what products of queries and keys are multiplied by before the softmax"),
+        InputRow("scaling", _NONE, "the softmax scale"),
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
-        InputRow("prev", _SLOT, "in the body of a fold, what it came to before", written="prev"),
+        InputRow("prev", _SLOT, "in the body of a fold, its previous value", written="prev"),
     ]
 )
 
@@ -433,7 +433,7 @@ FORMS = _table(
         FormRow(
             "turn",
             "turn(x, n)",
-            "the key or query x, rotated on by n places; `turn(k, -position)`: as it was before it was rotated",
+            "the key or query x, rotated by n more places; `turn(k, -position)` is the key before rotation",
             _of_operands,
         ),
         FormRow(
@@ -446,7 +446,7 @@ FORMS = _table(
         FormRow(
             "pairs",
             "pairs(x)",
-            "at every dim of a key or query the length of the pair of dims that is rotated together",
+            "the L2 norm of each RoPE pair, at both of its dims",
             _of_operands,
         ),
         FormRow(
@@ -480,7 +480,7 @@ FORMS = _table(
         FormRow(
             "random",
             "random()",
-            "a number in [0, 1) per slot, of every query anew inside a reduction over queries; the same on every backend",
+            "a number in [0, 1) per slot, drawn again for every query inside a reduction over queries; the same on every backend",
             _of_slots,
         ),
         FormRow("max_pool", "max_pool(x, n)", _NEIGHBOURS, _of_slots),

@@ -254,7 +254,7 @@ def _stands(value: Any) -> bool:
 
 
 def _side(value: Operand, strength: Strength) -> Text:
-    """An operand, in parentheses where it is too weak to do without."""
+    """Return an operand, in parentheses if it binds too weakly."""
     text, own = written(value), value.strength if isinstance(value, Expression) else _strength(value)
     return text if own >= strength else joined("(", text, ")")
 

@@ -136,7 +136,7 @@ def joined(*parts: str | Text) -> Text:
 
 @dataclass(frozen=True, eq=False)
 class MadeFile(SourceFile):
-    """A text of the language that Python made; places in it are told as those in Python."""
+    """A text of the language that Python made; its places are reported as places in Python."""
 
     marks: tuple[Mark, ...] = ()
     place: Place = field(kw_only=True)

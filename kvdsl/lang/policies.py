@@ -183,7 +183,7 @@ def policy(
 
     Args:
         name: the policy's [default: the function's, `Calm` for `calm`].
-        changes: the policy that this one is but for what it writes, by its name in the language: `policy Once = H2O with { ... }`.
+        changes: the policy that this one changes, by its name in the language: `policy Once = H2O with { ... }`.
         imports: shipped policies and .kv files to import, `"h2o"`.
 
     Raises:

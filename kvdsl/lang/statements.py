@@ -211,7 +211,7 @@ class _Writer:
         raise _MisfitError
 
     def _choice(self, group: Group) -> Parts | None:
-        """What is asked for of a group."""
+        """Return the chosen alternative of a group."""
         asked = group.flag in self.named and self.named.pop(group.flag) is not False
         for parts in group.choices:
             names = {*_names(parts)} - {""}

@@ -97,7 +97,7 @@ def _param(param: Param, params: Collection[str]) -> ParamPlan:
     constant, given = isinstance(param.default, Number), param.name
     if constant and param.name == "budget" and offers_ratio(params):
         constant, given = False, f"{_RESOLVE(param.default).text} if budget is None and ratio is None else budget"
-    rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
+    rate = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return ParamPlan(
         name=param.name,
         annotation="float" if constant else "float | None",

@@ -124,7 +124,7 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
 
 
 def _axes_of(first: str, words: list[str]) -> tuple[str, ...]:
-    """The axes that can be named at the end of a statement's words, behind `across` or a number."""
+    """Yield the axes that may follow `across` or a number at the end of a statement."""
     if words[-1] == "across":
         return syn.AXES["across"][0]
     if words[-3:-1] == ["over", "last"]:

@@ -58,7 +58,7 @@ def _range(document: Document, found: Diagnostic, here: bool) -> lsp.Range:
 
 
 def fixes(document: Document, range: lsp.Range, texts: Mapping[Path, str] = NO_TEXTS) -> list[lsp.CodeAction]:
-    """What mends the findings in a range, the surest first."""
+    """Return the edits that fix findings in a range, the surest first."""
     start, end = document.offset(range.start), document.offset(range.end)
     found = [one for one in document.diagnostics if one.span.file is document.source]
     return [

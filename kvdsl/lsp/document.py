@@ -1,4 +1,4 @@
-"""A text that is open in an editor, with everything that the compiler knows of it."""
+"""A text that is open in an editor, with the compiler's analysis."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Document:
 
     @cached_property
     def facts(self) -> Facts | None:
-        """What `kvdsl explain` knows of its policy."""
+        """The facts that `kvdsl explain` prints about its policy."""
         return None if self.policy is None else facts(self.policy)
 
     def offset(self, position: lsp.Position) -> int:
@@ -98,7 +98,7 @@ class Document:
 
 
 def read_document(uri: str, text: str, encoding: str, texts: Mapping[Path, str] = NO_TEXTS) -> Document:
-    """Reads, parses and checks a text.
+    """Read, parse and check a text.
 
     Args:
         texts: what is open in the editor, by resolved path: imports read that rather than what is on the disk.
@@ -125,7 +125,7 @@ def read_document(uri: str, text: str, encoding: str, texts: Mapping[Path, str] 
 
 
 def path_of(uri: str) -> Path | None:
-    """The file of a URI; None if it is none, as an unsaved text's."""
+    """Return the file of a URI; None if it has none, such as an unsaved text."""
     name = to_fs_path(uri) if uri.startswith("file:") else None
     return None if name is None else Path(name)
 

@@ -94,7 +94,7 @@ def _param(document: Document, param: syn.Param) -> Iterator[str]:
     if known is not None and not isinstance(param.value, syn.Constant):
         yield f"by default {print_number(known)}"
     if param.name.text == "budget":
-        yield "of `budget` a whole number of tokens, or a rate of the prompt: `0.25` is a quarter of it"
+        yield "of `budget` a whole number of tokens, or a ratio of the prompt: `0.25` is a quarter of it"
 
 
 def _tensor(_: Document, tensor: syn.Tensor) -> Iterator[str]:

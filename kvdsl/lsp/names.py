@@ -22,7 +22,7 @@ class Name:
 
     Attributes:
         target: the name where it is defined, perhaps in another file; None of what is built in.
-        defines: whether it stands where it is defined, or defined anew.
+        defines: whether the name stands in its definition, or in a redefinition.
         statement: the definition of a param, a tensor, a given value, a let or a function.
     """
 
@@ -42,7 +42,7 @@ _KINDS: Mapping[type, Kind] = {syn.Param: "param", syn.Tensor: "tensor", syn.Giv
 
 
 def _named(span: Span, statement: syn.Named, target: Span | None = None) -> Name:
-    """What a statement defines, where its name stands; with a target, where it is defined, or defined anew."""
+    """What a statement defines, where its name stands; with a target, where it is defined, or redefined."""
     kind = "let" if isinstance(statement, syn.Let) and statement.parameters is None else _KINDS[type(statement)]
     return Name(span, kind, target or statement.name.span, defines=target is not None, statement=statement)
 
@@ -78,7 +78,7 @@ def _same_file(a: Span, b: Span) -> bool:
 
 
 def ancestry(policy: syn.Policy, module: Module) -> list[tuple[syn.Policy, Module]]:
-    """The policy, the one that it extends, and so on, as far as they are there."""
+    """Return the policy, the one that it extends, and so on, while they are found."""
     line = [(policy, module)]
     while (parent := line[-1][0].parent) is not None:
         found = next((pair for pair in line[-1][1].policies() if pair[0].name.text == parent.text), None)
@@ -176,7 +176,7 @@ class _Collector:
         yield from self._expr(let.value, local)
 
     def _parts(self, node: object) -> Iterator[Name]:
-        """The names in the expressions of a statement, whatever it is."""
+        """Yield the names in the expressions of any statement."""
         for value in syn.fields(node):
             if isinstance(value, (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)):
                 yield from self._expr(value, {})

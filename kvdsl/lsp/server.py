@@ -37,7 +37,7 @@ class Server(LanguageServer):
         return self.texts.document(params.text_document.uri)  # type: ignore[attr-defined]
 
     def look_at_folders(self) -> None:
-        """What is asked of other files is asked of those in the workspace's folders."""
+        """Use the files in the workspace's folders for requests about other files."""
         paths = (path_of(folder.uri) for folder in self.workspace.folders.values())
         self.texts.folders = [path for path in paths if path is not None]
 

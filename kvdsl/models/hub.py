@@ -40,7 +40,7 @@ def fetched(name: str) -> Path | None:
 
 
 def host() -> tuple[str, int]:
-    """Who is asked for what the hub holds: the hub, another one that the environment names, or the proxy before it."""
+    """Return the host and port of the hub, of the one that the environment names, or of the proxy before it."""
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxy = urlsplit(getproxies().get(hub.scheme, ""))
     asked = proxy if proxy.hostname else hub

@@ -55,7 +55,7 @@ def model_folder(name: str) -> Path:
 def place_of(name: str) -> str:
     """What transformers is to load: the folder of a named model, the folder that the user gave, or an id of the hub.
 
-    What is on this machine is looked for first. Nobody is asked elsewhere for a name that is not of the form owner/name.
+    Look on this machine first. Query the hub only for names of the form owner/name.
 
     Raises:
         KvdslError: if there is no such folder, the named model is not here, the name is a folder's, too, or the hub does not answer.

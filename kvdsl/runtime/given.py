@@ -98,7 +98,7 @@ class Given:
         if bool(((value <= 0) & (self.prompt > 0)).any()):
             raise KvdslError(
                 f"`{name}` of {self._policy} is {float(value.min()):g}; "
-                f"give a number of tokens (512), or a rate of the prompt (0.25)"
+                f"give a number of tokens (512), or a ratio of the prompt (0.25)"
             )
         return value
 

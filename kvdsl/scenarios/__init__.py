@@ -1,1 +1,1 @@
-"""Tests written in the language: what a policy keeps, step by step, of tokens whose attention is given."""
+"""Tests in the language: they state attention step by step and expect what the policy keeps."""

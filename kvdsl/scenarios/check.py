@@ -1,4 +1,4 @@
-"""Checks the tests of a file, as far as that is possible without running them."""
+"""Check the tests of a file without running them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Form:
         return [(0, 1), (0, 4), (3, 4)] if ranged or counted else [(0, 1)]
 
     def draw(self, random: np.random.Generator, size: int) -> Drawn:
-        """A text of somewhat more than `size` tokens, of which most come in together, or few; numbers are short."""
+        """Draw a text of slightly more than `size` tokens, most or few of them in the prompt; numbers are short."""
         prompt = size + int(random.integers(1, 5)) if random.integers(2) else int(random.integers(1, size + 1))
         more = int(random.integers(1, 5)) + max(0, size - prompt)
         count = prompt + more

@@ -180,7 +180,7 @@ class _Run:
 
     def _token(self, token: syn.Incoming) -> None:
         if self.heads[0].seen == 1 and self._has_a_rate():
-            message = f"`budget` of {self.policy.name} is a rate of the prompt, and one token has come as the prompt"
+            message = f"`budget` of {self.policy.name} is a ratio of the prompt, and one token has come as the prompt"
             raise _RefusedError(token.span, message)
         k, v, given = self._vectors(token, "key"), self._vectors(token, "value"), self._given([token])
         if _brought(token, "attend") is None:
@@ -282,7 +282,7 @@ class _Run:
         return same, numbers_in_words(expected), numbers_in_words(found)
 
     def _numbers(self, step: syn.Expect, head: int) -> Array:
-        """What there is of an expectation that gives numbers: one for each token, in the order of the text, or `live`."""
+        """Return the actual numbers of an expectation: one per token, in the order of the text, or `live`."""
         found = self.last[head]
         if step.what == "live":
             return np.array([float(self.heads[head].live)])
@@ -338,6 +338,6 @@ def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
 
 
 def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
-    """How many tokens `keep first` or `keep last` protects."""
+    """Return how many tokens `keep first` or `keep last` protects."""
     keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
     return max([0.0, *(floored(numbers.value(count)) for count in keeps)])

@@ -1,4 +1,4 @@
-"""A checked test: what there is to run."""
+"""A checked test: the steps to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a text of which two policies keep, or attend to, different tokens, by running both on the reference interpreter.
+"""Find a text on which two policies keep, or attend to, different tokens, by running both on the reference interpreter.
 
 Texts begin small: a few tokens, a small budget, numbers with one digit. So what is found can be followed by hand.
 """
@@ -49,7 +49,7 @@ class Witness:
         rows: what each of these gives to the tokens that are there and, last, to itself, for each head; empty where vectors say it.
         vectors: which of the text's vectors matter.
         what: `kept` or `selected`.
-        found: the positions of which that is true in each policy.
+        found: the positions kept or selected in each policy.
     """
 
     policies: tuple[Policy, Policy]
@@ -203,7 +203,7 @@ def _sorted(positions: Indices) -> tuple[int, ...]:
 
 
 def _compare(a: _Run, b: _Run) -> tuple[int, str, tuple[Kept, Kept]] | None:
-    """After how many tokens the two differ, in what, and how; None if they never do."""
+    """Return after how many tokens the two policies differ, in what, and how; None if they never do."""
     selects = a.policy.select is not None or b.policy.select is not None
     for tokens, _ in zip(a.steps(), b.steps(), strict=False):
         if selects and tokens > a.text.prompt and a.selected != b.selected:

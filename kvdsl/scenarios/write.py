@@ -18,7 +18,7 @@ def as_test(found: Witness, names: tuple[str, str]) -> str:
     """The test.
 
     Args:
-        names: how the policies are called by whoever compares them; both may have one name in their files.
+        names: the names under which the policies are compared; their files may use the same name.
     """
     steps = (f"  {line}" for line in _steps(found, names[1 - passing(found)]))
     return "\n".join(['test "a text that tells two policies apart" {', *steps, "}"])

@@ -81,12 +81,14 @@ class Params:
         self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
 
     def _rate(self, number: float, span: Span, is_written: bool) -> Value | None:
-        """A budget as a rate of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
+        """A budget as a ratio of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
         if 0 < number < 1 or (is_written and number == 1 and is_rate(number)):
             rate = values.call("*", values.number(number), values.read_input("prompt"))
             return values.call("max", values.number(1), values.call("floor", rate))
         if is_written and number > 1 and number != int(number):
-            message = f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a rate up to 1.0"
+            message = (
+                f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a ratio up to 1.0"
+            )
             help = offer(f"write `{print_number(int(number))}`, or `0.25` for a quarter of the prompt")
             self.sink.report(codes.BUDGET, span, message, help)
         return None
@@ -111,7 +113,7 @@ class Params:
                 return False
         if name == "budget" and "budget" in self.inputs_of(value.expr):
             message = "the default of `budget` cannot read `budget`"
-            self.sink.report(codes.BUDGET_CYCLE, span, message, offer("a rate of the prompt is written `0.25 * prompt`"))
+            self.sink.report(codes.BUDGET_CYCLE, span, message, offer("a ratio of the prompt is written `0.25 * prompt`"))
             return False
         return True
 

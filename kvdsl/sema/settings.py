@@ -57,7 +57,7 @@ def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> di
             elif 0 < value <= 1:
                 settings["budget"] = Setting(value, value_span)
             else:
-                sink.report(codes.BAD_SETTING, value_span, f"`ratio` is {value:g}, and no rate of the prompt", RATE)
+                sink.report(codes.BAD_SETTING, value_span, f"`ratio` is {value:g}, and no ratio of the prompt", RATE)
             continue
         settings[name] = Setting(as_written(value, text), value_span)
     return settings

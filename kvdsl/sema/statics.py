@@ -83,7 +83,7 @@ class Statics:
             return
         if value < 1:
             message = f"the budget is {print_number(value)}, but a policy keeps at least 1 token"
-            help = offer(f"a rate of the prompt is written `{print_number(value)} * prompt`") if value > 0 else None
+            help = offer(f"a ratio of the prompt is written `{print_number(value)} * prompt`") if value > 0 else None
             self.sink.report(codes.BUDGET, budget.span, message, help)
             return
         self.known["@budget"] = float(math.floor(value))

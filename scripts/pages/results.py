@@ -19,7 +19,7 @@ random weights. All others are measured on the *reference model*, which is small
 it copies and recalls, and has attention sinks. Some are measured also on *SmolLM2* (135 million parameters, trained on 2
 trillion tokens), a language model that people use: where a table has a column for it, empty cells were not measured. What separates
 policies on a model of 7 billion parameters need not separate them on either, and the other way round:
-`kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
+`kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/benchmarks.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): of times the quartiles decide, perplexities within
 1 % and scores within 0.01 of each other decide nothing. No more is known of how far another text would change a score. Every claim is

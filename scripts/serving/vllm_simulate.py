@@ -180,7 +180,7 @@ def _check(asked: Scenario, name: str, measured: dict[str, Any]) -> dict[str, An
 
 def table(found: dict[str, Any]) -> str:
     """What a page shows of a result."""
-    head = "tokens a second | first token | each further one | at once, mean and most | began anew |"
+    head = "tokens a second | first token | each further one | at once, mean and most | restarted |"
     rule = "|---|---|---:|---:|---:|---:|---:|"
     lines = []
     if found["check"]:

@@ -88,7 +88,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 def test_a_compiler_that_makes_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
-    with pytest.raises(KvdslError, match=r"true says that all is well, but makes no file; set CXX to another one"):
+    with pytest.raises(KvdslError, match=r"true reports success, but writes no file; set CXX to another one"):
         cxx.shared_library(source, "thing")
 
 
@@ -157,7 +157,7 @@ def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str]
     whole = cxx.shared_library(source, "thing")
     fake(f'head -c {whole.stat().st_size // 2} {whole} > "$out"')
     with pytest.raises(
-        KvdslError, match=r"fake-g\+\+ says that all is well, but makes half a file; is the disk full\? else set CXX"
+        KvdslError, match=r"fake-g\+\+ reports success, but writes half a file; is the disk full\? else set CXX"
     ):
         cxx.shared_library(source, "thing")
     fake(f'cat {whole} > "$out"')

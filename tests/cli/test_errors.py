@@ -149,7 +149,7 @@ def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.C
     result = run(capsys, "build", path, "--target", "cpu")
     assert result.code == 2
     assert "there are no C++ kernels for `median over slots` (line" in result.err
-    assert "to have them, write `mean`" in result.err and "2.5 times" in result.err
+    assert "to have them, write `mean`" in result.err and "2.5×" in result.err
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")

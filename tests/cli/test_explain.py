@@ -169,7 +169,7 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         ("param budget = 64; score budget * random()", "by lot"),
         (
             "param budget = 64; score sum(attn) + 0.001 * random()",
-            "the token with the lowest sum(attn) + 0.001 * random() first; `random()` is a lot",
+            "the token with the lowest sum(attn) + 0.001 * random() first; `random()` is drawn again by each token",
         ),
         ("param budget = 64; score norm2(k)", "once, when the token comes in"),
         ("param budget = 64; score sum(attn over last 9 queries)", "attn, from each of the last 9 queries"),

@@ -225,7 +225,7 @@ CORNERS = {
     "budget 1": Case("h2o", budget=1, given=(("recent", 1),), prompt=9),
     "budget over length": Case("roco", budget=500, prompt=9),
     "everything protected": Case("roco", budget=6, given=(("protect", 6),), prompt=20),
-    "a rate of the prompt": Case("h2o", budget=0.25, prompt=33, padding=8, batch=3),
+    "a ratio of the prompt": Case("h2o", budget=0.25, prompt=33, padding=8, batch=3),
     "NaN everywhere": Case("vatp_h2o", budget=12, given=(("sinks", 2), ("recent", 3)), inputs="nan", prompt=30),
 }
 

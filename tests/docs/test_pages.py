@@ -52,6 +52,20 @@ def test_the_readme_lists_its_sections() -> None:
         assert f"[{head}](#{anchor})" in contents.replace("\n", " "), head
 
 
+READERS = ["README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
+    "index", "tour", "tutorial", "seven_words", "language", "choosing", "support", "performance", "api", "design", "extending", "style"
+))]  # fmt: skip
+"""What people read to use kvdsl and to change it, beside the how-tos; all other pages are records."""
+
+
+def test_pages_stay_short() -> None:
+    howtos = [page for page in documents() if page.startswith("docs/howto/")]
+    lines = {page: read(page).count("\n") for page in documents()}
+    assert len(howtos) <= 15
+    assert sum(lines[page] for page in READERS + howtos) <= 5_000
+    assert lines["README.md"] <= 180 and lines["docs/performance/gpus.md"] <= 150 and lines["docs/style.md"] <= 60
+
+
 @pytest.mark.parametrize("document", documents())
 def test_policies_check(document: str, tmp_path: Path) -> None:
     """No errors, and no warnings, but that a page may show names alone which nothing uses."""

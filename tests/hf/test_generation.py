@@ -158,7 +158,7 @@ def test_a_prompt_that_comes_token_by_token_has_no_rate() -> None:
     (cache,) = caches(0.25)
     options = {"cache": cache, "prefill_chunk_size": 1}
     with pytest.raises(
-        KvdslError, match=r"is 0.25, a rate of the prompt, and one token has come.*`prefill_chunk_size` of 2"
+        KvdslError, match=r"is 0.25, a ratio of the prompt, and one token has come.*`prefill_chunk_size` of 2"
     ):
         zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, **options)
     cache.reset()

@@ -316,7 +316,7 @@ def test_a_share_by_default_of_a_prompt_of_one_token(share: str) -> None:
     text = f'kv 1\npolicy Mine {{\n  "A test."\n  param budget = {share}\n  score position\n}}\n'
     cache = kvdsl.compile(text)(model)
     with pytest.raises(
-        KvdslError, match="`budget` of Mine is by default a rate of the prompt, and one token has come"
+        KvdslError, match="`budget` of Mine is by default a ratio of the prompt, and one token has come"
     ) as error:
         zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, cache=cache)
     said(error)
@@ -339,7 +339,7 @@ def test_a_share_of_a_row_of_one_token() -> None:
     with torch.no_grad():
         model(ids, attention_mask=mask, **with_cache(cache))
         with pytest.raises(
-            KvdslError, match=r"is 0\.5, a rate of the prompt, and one token has come as the prompt of row 1:"
+            KvdslError, match=r"is 0\.5, a ratio of the prompt, and one token has come as the prompt of row 1:"
         ):
             model(ids[:, :1], attention_mask=torch.cat((mask, torch.ones(3, 1)), 1), **with_cache(cache))
         cache.reset()

@@ -44,7 +44,7 @@ def test_a_budget_that_is_none(budget: float) -> None:
 
 def test_a_ratio_is_a_rate() -> None:
     """JSON has `1` for all of the prompt."""
-    with pytest.raises(KvdslError, match=r"`budget` of H2O is 1.0, a rate of each prompt"):
+    with pytest.raises(KvdslError, match=r"`budget` of H2O is 1.0, a ratio of each prompt"):
         refuse_policy(parsed({"policy": "h2o", "ratio": 1}).state(0, 1))
     with pytest.raises(KvdslError, match="`budget` and `ratio` of H2O are both given"):
         parsed({"policy": "h2o", "ratio": 0.5, "budget": 12}).state(0, 1)

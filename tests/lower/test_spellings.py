@@ -15,7 +15,7 @@ COUNTED = BOUNDED + "param n = 2\nscore sum(attn)\nkeep last 0\n"
 TEXT = BOUNDED + "when prefill\nscore "
 
 PAIRS = {
-    # who may not leave
+    # protected tokens
     "keep first": (COUNTED + "keep first n", COUNTED + "keep where rank(position) < n"),
     "keep last, by rank": (
         BOUNDED + "score sum(attn)\nkeep last 3",

@@ -170,7 +170,7 @@ class TestVisit:
 
     def test_words_are_explained(self, seen: Any) -> None:
         assert "the mean; ranges over queries" in seen["hovered"]
-        assert "the lowest leaves first" in seen["explained"]
+        assert "the lowest is evicted first" in seen["explained"]
 
     def test_what_is_generated(self, seen: Any) -> None:
         assert "static void observe" in seen["generated"]["cpp"]

@@ -224,10 +224,10 @@ def test_a_rate_of_a_prompt_that_comes_token_by_token_is_refused() -> None:
     steps = ("use TOVA", "set budget = 0.5", "attend 1", "attend 0.5, 0.5", "expect live 1")
     ((message, at),) = failures(*steps)
     assert (message, at) == (
-        "`budget` of TOVA is a rate of the prompt, and one token has come as the prompt",
+        "`budget` of TOVA is a ratio of the prompt, and one token has come as the prompt",
         "attend 0.5, 0.5",
     )
-    assert not failures(*steps[:-1], 'expect error "is a rate of the prompt"')
+    assert not failures(*steps[:-1], 'expect error "is a ratio of the prompt"')
     assert not failures(
         "use TOVA", "set budget = 0.5", "prompt { 4 times attend rest 1 }", "attend 1, rest 0", "expect live 2"
     )

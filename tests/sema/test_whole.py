@@ -76,12 +76,12 @@ def test_a_rate_of_the_prompt() -> None:
     for text, settings in (("1", {}), ("512", {"budget": "1"})):
         assert print_expression(policy(f"param budget = {text}", "score age", **settings).params[0].default) == "1"
     assert print_expression(policy("param budget = 512", "score age", budget="2.0").params[0].default) == "2"
-    message = "the budget is 1.5, which is neither a whole number of tokens nor a rate up to 1.0"
+    message = "the budget is 1.5, which is neither a whole number of tokens nor a ratio up to 1.0"
     expect(
         body("param budget = 1.5", "score age"), "KV0403", message, "1.5", "write `1`, or `0.25` for a quarter of the prompt"
     )
     found = only(body("budget 0.25", "score age"), "KV0403")
-    assert found.help == "a rate of the prompt is written `0.25 * prompt`"
+    assert found.help == "a ratio of the prompt is written `0.25 * prompt`"
     assert print_expression(policy("budget 0.25 * prompt", "score age").budget) == "0.25 * prompt"
 
 
@@ -248,7 +248,7 @@ def test_a_ratio_is_the_budget_as_a_rate() -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "2", "1.5"])
 def test_a_ratio_that_is_none(value: str) -> None:
     found = only(WINDOW, "KV0216", ratio=value)
-    assert (found.message, found.span.text) == (f"`ratio` is {value}, and no rate of the prompt", value)
+    assert (found.message, found.span.text) == (f"`ratio` is {value}, and no ratio of the prompt", value)
     assert found.help is not None and "above 0 and up to 1" in found.help
 
 

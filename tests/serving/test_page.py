@@ -52,7 +52,7 @@ def test_what_the_page_says_in_words() -> None:
         {name: rows[traffic, None, name] for name in ("full", "h2o 256")} for traffic in ("conversation", "long answers")
     )
     said = (
-        f"come {short['h2o 256']['throughput'] / short['full']['throughput']:.2f} times as fast",
+        f"come {short['h2o 256']['throughput'] / short['full']['throughput']:.2f}× faster",
         f"{long['h2o 256']['throughput']:,.0f} tokens a second against {long['full']['throughput']:,.0f}",
         f"{long['full']['preemptions']:,} times",
         f"at {long['h2o 256']['at_once'][0]:,.0f} requests at once",

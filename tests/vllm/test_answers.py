@@ -447,7 +447,7 @@ def test_an_engine_without_a_policy_before_and_after_is_untouched() -> None:
 
 REFUSED = [
     ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*over slots where position >= prompt"),
-    ({"policy": "h2o_answer", "budget": 0.25}, {}, "a rate of each prompt"),
+    ({"policy": "h2o_answer", "budget": 0.25}, {}, "a ratio of each prompt"),
     ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "kv-events"),

@@ -263,8 +263,8 @@ def test_who_is_urgent_is_answered_first_and_nobody_loses_a_page() -> None:
 @pytest.mark.parametrize(
     ("asked", "more", "said"),
     [
-        ({"policy": "h2o", "budget": 0.25}, {}, "a rate of each prompt"),
-        ({"policy": "snapkv", "budget": 0.5}, {}, "a rate of each prompt"),
+        ({"policy": "h2o", "budget": 0.25}, {}, "a ratio of each prompt"),
+        ({"policy": "snapkv", "budget": 0.5}, {}, "a ratio of each prompt"),
         ({"policy": "adakv", "budget": 64}, {}, "shares a budget"),
         ({"policy": "kvzap", "budget": 256}, {}, "asks its caller for `importance`"),
         ({"policy": "h2o", "budgt": 64}, {}, "has no param `budgt`"),

@@ -57,7 +57,7 @@ def refuse_policy(state: SlotState) -> None:
     budget = given.get("budget")
     if budget is not None and is_rate(budget):
         raise KvdslError(
-            f"`budget` of {spec.name} is {spelled(budget)}, a rate of each prompt; a page of vLLM's cache has one size for all requests: "
+            f"`budget` of {spec.name} is {spelled(budget)}, a ratio of each prompt; a page of vLLM's cache has one size for all requests: "
             f"give a number of tokens (1024)"
         )
     if spec.bounded and spec.when == "decode":

@@ -48,7 +48,7 @@ class Text:
 
 @dataclass
 class Recomputed(Text):
-    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run; a rate of the prompt."""
+    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run; a ratio of the prompt."""
 
     window: float = 1
     seen: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -55,7 +55,7 @@ class Plan:
         budgets: tokens, ascending.
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
-        texts: stretches that are judged on. On six, chance decided which policy was the best (docs/howto/search.md).
+        texts: stretches that are judged on. On six, chance decided which policy was the best (docs/howto/leaderboard.md).
         choice: another text, as many stretches of which choose the finalists; None: they are the best on what is searched on.
     """
 

@@ -1,4 +1,4 @@
-"""Mistakes that people may make, and what is said about each; `python -m tests.diagnostics.mistakes` writes it anew.
+"""Mistakes that people may make, and what is said about each; `python -m tests.diagnostics.mistakes` rewrites it.
 
 A mistake is a title, which says what was meant, and lines of a policy. Around them stand `kv 1`, a docstring, and, where the lines
 have none, `param budget = 512` (unless they select) and `score mean(attn)`; `file: NAME.kv` begins a file as it is. Below `---`

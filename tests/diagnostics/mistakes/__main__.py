@@ -1,4 +1,4 @@
-"""Writes the corpus anew."""
+"""Rewrite the corpus."""
 
 from tests.diagnostics.mistakes import main
 
