@@ -11,7 +11,7 @@ from types import ModuleType
 from kvdsl.errors import KvdslError
 
 PACKAGE = "kvdsl_lab"
-COMMANDS = ("calibrate", "trace", "bench", "eval", "leaderboard", "search", "reproduce")
+COMMANDS = ("calibrate", "trace", "bench", "eval", "leaderboard", "recommend", "search", "reproduce")
 """Commands of the laboratory: without it, they are distinguished from misspelt ones."""
 INSTALL = "pip install 'kvdsl[lab]' (in a clone: pip install ./lab)"
 

@@ -6,6 +6,7 @@ COMMANDS = {
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",
     "leaderboard": "Compare policies on many tasks, with differences told from chance.",
+    "recommend": "Find the policy that loses least on your prompts, at the bytes that a request may take.",
     "search": "Search for policies that nobody has written.",
     "reproduce": "Measure a paper's tables and figures anew.",
 }

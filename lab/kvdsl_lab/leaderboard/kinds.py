@@ -220,6 +220,30 @@ def _greedy(model: Any, caches: Sequence[Any], logits: Tensor, count: int, ends:
     return written
 
 
+def followed(
+    model: Any, pairs: Sequence[tuple[Any, Any]], logits: Tensor, new_tokens: int, ends: Sequence[int] = ()
+) -> tuple[list[float], list[int], list[list[int]]]:
+    """Compare caches that have read the same prompt with the first of them, which is full.
+
+    The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
+
+    Args:
+        pairs: two equal caches of every contestant: one is fed the full cache's greedy text, the other its own.
+        logits: of the first token behind the prompt, float32 [1, vocabulary].
+        ends: tokens that end a text.
+
+    Returns:
+        For all but the first, the mean divergence from it behind every token of its greedy text, in nats (the token that the prompt
+        itself gives is not counted, since nothing had been evicted before it); the full cache's greedy text; and the others'.
+    """
+    forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
+    own, *written = _greedy(model, free, logits.expand(len(free), -1), new_tokens, ends)
+    divergences = torch.zeros(len(forced))
+    for token in own:
+        divergences += divergence(feed(model, forced, torch.full((len(forced), 1), token))) / len(own)
+    return divergences[1:].tolist(), own, written
+
+
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
@@ -349,19 +373,14 @@ class Nearness:
 
     def finish(self, lab: Lab, item: Reading, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
         """See the class."""
-        # The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
         pairs = [self.start(lab, item, lambda: full_cache(lab.model)), *started]
-        forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
-        in_use = [bytes_in_use(cache) for cache in forced[1:]]
-        own, *written = _greedy(lab.model, free, item.logits.expand(len(free), -1), self.new_tokens)
-        divergences = torch.zeros(len(forced))
-        for token in own:
-            divergences += divergence(feed(lab.model, forced, torch.full((len(forced), 1), token))) / len(own)
+        in_use = [bytes_in_use(forced) for forced, _ in started]
+        divergences, own, written = followed(lab.model, pairs, item.logits, self.new_tokens)
         words = lab.tokenizer.decode(own)
         return [
             outcome(
                 lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))],
                              "rouge_l": [rouge_l(lab.tokenizer.decode(text), words)]}, in_use=used
             )
-            for cache, used, kl, text in zip(forced[1:], in_use, divergences[1:], written, strict=True)
+            for (cache, _), used, kl, text in zip(started, in_use, divergences, written, strict=True)
         ]  # fmt: skip
