@@ -11,13 +11,14 @@ Evicts the lowest first: sum(attn)
 keep last recent
 
 Legend:
-    One program combines what `attend` found for one KV head of one row. Beside it
-    PIECES others share its slots: the one that has the first free slot puts the new token there, each lets the query be observed, and the last to arrive frees the slots of those that must leave.
+    One program per KV head and row combines the splits of `attend`.
+    PIECES others share the head's slots.
+    The one with the first free slot stores the new token, each updates statistics for its slots, and the last one to finish evicts.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
-    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
-    now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
-    SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one.
-    rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
+    R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows.
+    now: the new token's position in the text. pos: the positions of slots i, negative for a free slot.
+    SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's.
+    rank: the position that attention uses for a token's rotation; see `kvdsl.runtime.gpu.rotate`.
     sum_attn: sum of attn
 """
 

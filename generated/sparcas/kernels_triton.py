@@ -1,4 +1,4 @@
-"""SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
+"""SparCas on GPUs: the launches of a decode step, except `kvdsl.runtime.gpu.attend`, which runs before `settle`.
 
 Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 
@@ -17,15 +17,15 @@ Looks at the highest dims only: abs(q)
 In layers where the query attends to everything, `attend` and `settle` are the only launches.
 
 Legend:
-    `look`: one program grades the slots of one of S splits of a KV head, and counts them by level.
-    `choose`: PIECES programs share a KV head's slots, and keep those that may be chosen; the last to arrive chooses the highest.
-    `settle`, the last: one program combines what `attend` found for one KV head of one row. Beside it
-    another puts the new token into a free slot.
+    `look`: one program scores the slots of one of S splits of a KV head, and counts scores in 256 levels.
+    `choose`: PIECES programs share a KV head's slots and collect candidates; the last one to finish selects the highest.
+    `settle`, the last: one program per KV head and row combines the splits of `attend`.
+    Another one stores the new token in a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
-    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
-    now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
-    W: dims of the sketch. dims: which those are, -1 behind them.
-    SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one.
+    R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows.
+    now: the new token's position in the text. pos: the positions of slots i, negative for a free slot.
+    W: dims of the sketch. dims: their indices, padded with -1.
+    SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's.
 """
 
 import triton
@@ -159,7 +159,7 @@ def choose(
     chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
     found,  # [B, H] int32: gets how many
     joins,  # [B, H] int32: gets whether the new token is attended to
-    taken,  # [B, H, N] int8: gets 1 for the slots that are, if anybody asked
+    taken,  # [B, H, N] int8: gets 1 for the slots that are, if requested
     seen,  # [R] int32: the new token's position
     real,  # [B] bool
     numbers,  # [R, 3] float64
