@@ -56,7 +56,9 @@ def main() -> None:
     """Print what to install, and on stderr what there is to know."""
     engine = max(listed(ENGINE), default=None)
     if engine is not None and not tested(str(engine)):
-        print(f"{ENGINE} {engine} is not among the releases in which kvdsl was tested: {', '.join(RELEASES)}", file=sys.stderr)
+        print(
+            f"{ENGINE} {engine} is not among the releases in which kvdsl was tested: {', '.join(RELEASES)}", file=sys.stderr
+        )
     found = newer(listed, version)
     if found:
         print(*found)

@@ -31,8 +31,12 @@ TURNS = 3
 @click.option("--system", type=click.IntRange(1), default=1000, show_default=True, help="Tokens with which the chat begins.")
 @click.option("--question", type=click.IntRange(1), default=50, show_default=True, help="Tokens of a question.")
 @click.option("--answer", type=click.IntRange(2), default=300, show_default=True, help="Tokens of an answer.")
-@click.option("--shown", type=click.IntRange(1), default=60, show_default=True, help="Of these, what templates do not strip.")
-@click.option("--chats", type=click.IntRange(1), default=3, show_default=True, help="Chats, one after the other, with other systems.")
+@click.option(
+    "--shown", type=click.IntRange(1), default=60, show_default=True, help="Of these, what templates do not strip."
+)
+@click.option(
+    "--chats", type=click.IntRange(1), default=3, show_default=True, help="Chats, one after the other, with other systems."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--serve", hidden=True, help="Be the engine of a contestant.")
 def main(model: str | None, policy: str, settings: dict[str, str], system: int, question: int, answer: int, shown: int, chats: int,
@@ -41,11 +45,19 @@ def main(model: str | None, policy: str, settings: dict[str, str], system: int, 
     given = {name: int(value) for name, value in settings.items()}
     if serve is not None:
         llm = _engine(serve, given, model, system + TURNS * (question + answer) + 16)
-        print("rows", json.dumps([row for kept in (answer, shown) for row in _chat(llm, system, question, answer, kept, chats)]))
+        print(
+            "rows",
+            json.dumps([row for kept in (answer, shown) for row in _chat(llm, system, question, answer, kept, chats)]),
+        )
         return
     from kvdsl.environment import environment
 
-    told = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    told = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+    }
     rows = []
     for name in ("full", policy):
         command = [sys.executable, "-m", "scripts.serving.vllm_turns", *sys.argv[1:], "--serve", name]
@@ -76,7 +88,15 @@ def _engine(name: str, given: dict[str, int], model: str | None, longest: int) -
     torch.set_num_threads(1)
     asked = {} if name == "full" else {"additional_config": {"kvdsl": {"policy": name, **given}}}
     place = str(reference_model_path() if model is None else model_folder(model))
-    return LLM(place, dtype="float32", max_model_len=longest, max_num_batched_tokens=longest, enforce_eager=True, block_size=32, **asked)
+    return LLM(
+        place,
+        dtype="float32",
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        enforce_eager=True,
+        block_size=32,
+        **asked,
+    )
 
 
 def _chat(llm: Any, system: int, question: int, answer: int, kept: int, chats: int) -> list[dict[str, Any]]:

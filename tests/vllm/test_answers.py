@@ -459,7 +459,9 @@ def test_an_engine_without_a_policy_before_and_after_is_untouched() -> None:
 
 def test_kv_events_tell_of_prompts_alone() -> None:
     """Who routes requests by them finds whole blocks of prompts, and hears when they are given up."""
-    llm = engine("h2o_answer", kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}, num_gpu_blocks_override=40)
+    llm = engine(
+        "h2o_answer", kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}, num_gpu_blocks_override=40
+    )
     told: list[Any] = []
     scheduler(llm).kv_event_publisher.publish = lambda batch: told.extend(batch.events)
     found, named = everyone(llm)

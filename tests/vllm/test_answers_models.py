@@ -42,7 +42,9 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=[("gemma3", "h2o_answer"), ("gemma2", "roco_easykv"), ("gpt_oss", "h2o_answer")], ids=lambda case: case[0]
+    scope="module",
+    params=[("gemma3", "h2o_answer"), ("gemma2", "roco_easykv"), ("gpt_oss", "h2o_answer")],
+    ids=lambda case: case[0],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     family, policy = request.param

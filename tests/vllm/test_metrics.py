@@ -26,9 +26,10 @@ from kvdsl_lab.assets import reference_model_path
 from tests.vllm.conftest import bound_to_processors
 
 BUDGET, LAYERS, HEADS = 48, 5, 4
+"""The model that comes with kvdsl-lab has as many layers and KV heads."""
+
 ANSWER, SIZE = 12, 16
 """Tokens of an answer that stay where prompts are shared, and of a block there."""
-"""The model that comes with kvdsl-lab has as many layers and KV heads."""
 
 
 PAGES = {"policy": "h2o", "budget": BUDGET}
@@ -53,8 +54,9 @@ def server(asked: dict[str, Any], processes: int, more: tuple[str, ...], log: Pa
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     words = [
-        "serve", str(reference_model_path()), "--served-model-name", "small", "--additional-config", json.dumps({"kvdsl": asked}), "--port", str(port),
-        "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
+        "serve", str(reference_model_path()), "--served-model-name", "small", "--additional-config", json.dumps({"kvdsl": asked}),
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "512",
+        "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
     ]  # fmt: skip
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if processes > 1:

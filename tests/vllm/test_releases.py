@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-vllm = pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+import vllm
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm import interfaces, releases

@@ -1,4 +1,4 @@
-"""One layer's attention where requests share prompts: parts of prompts one by one; tokens behind them together, in C++, under the policy."""
+"""One layer's attention where requests share prompts: to parts of prompts one by one; from tokens behind them together, in C++."""
 
 from __future__ import annotations
 
@@ -82,7 +82,15 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self._windowed = None
         if sliding_window is not None:
             self._windowed = CPUAttentionBackendImpl(
-                num_heads, head_size, scale, self.num_kv_heads, None, sliding_window, kv_cache_dtype, logits_soft_cap, sinks=sinks
+                num_heads,
+                head_size,
+                scale,
+                self.num_kv_heads,
+                None,
+                sliding_window,
+                kv_cache_dtype,
+                logits_soft_cap,
+                sinks=sinks,
             )
             return
         backend = choose(plan.settings.spec, "cpu", torch.device("cpu"), self._dtype)

@@ -52,7 +52,9 @@ class Guesses:
             return
         size = self._blocks.shape[3]
         found = self._blocks[generated.state]
-        numbers = found.flatten(1).view(torch.uint8)[:, self._at : self._at + 4 * len(self._heads) * self._slots].view(torch.int32)
+        numbers = (
+            found.flatten(1).view(torch.uint8)[:, self._at : self._at + 4 * len(self._heads) * self._slots].view(torch.int32)
+        )
         slot = (numbers.unflatten(1, (len(self._heads), -1)) < 0).int().argmax(-1)
         behind = -(-generated.prompt // size) + 1
         block = table[generated.request[:, None], behind[:, None] + slot // size].long()

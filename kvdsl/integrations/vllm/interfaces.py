@@ -7,7 +7,11 @@ import importlib
 import inspect
 from typing import Any
 
-_SPECS, _MANAGERS, _ATTENTION = "vllm.v1.kv_cache_interface", "vllm.v1.core.single_type_kv_cache_manager", "vllm.v1.attention.backend"
+_SPECS, _MANAGERS, _ATTENTION = (
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.core.single_type_kv_cache_manager",
+    "vllm.v1.attention.backend",
+)
 
 _REGISTRY = "vllm.v1.attention.backends.registry"
 

@@ -1,4 +1,4 @@
-"""The releases of vLLM that kvdsl was tested in, what it is called there, and whether another one may serve: all that depends on a release."""
+"""The releases of vLLM in which kvdsl was tested, what it is called there, and whether another one may serve."""
 
 from __future__ import annotations
 
