@@ -26,18 +26,15 @@ def test_this_release_was_tested_and_has_what_is_used() -> None:
     assert interfaces.missing() == []
 
 
-def test_a_newer_one_that_has_it_serves_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("vllm.kvdsl")
-    logger.addHandler(caplog.handler)
-    try:
-        for _ in range(2):
-            releases.refuse_release(NEWER)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records].count(
-        f"kvdsl was tested in vLLM {', '.join(releases.RELEASES)}, not in {NEWER}, which has all that it uses: compare some answers with "
-        f"those of transformers"
-    ) == 1  # fmt: skip
+def test_a_newer_one_that_has_it_serves_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.kvdsl"), "warning", lambda text, *words: said.append(text % words))
+    for _ in range(2):
+        releases.refuse_release(NEWER)
+    (told,) = said
+    assert told.startswith(
+        f"kvdsl was tested in vLLM {', '.join(releases.RELEASES)}, not in {NEWER}, which has all that it uses: "
+    )
 
 
 @pytest.mark.parametrize(
