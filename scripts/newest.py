@@ -2,8 +2,8 @@
 """Which releases of transformers and torch are newer than the installed ones: `python -m scripts.newest`.
 
 Prints what pip is to install for `make test-newest`, or nothing where the package index has nothing newer. Of torch, builds for CPUs
-alone count where they have a name of their own (2.13.0+cpu): any other may bring gigabytes for GPUs. A release of vLLM for CPUs that
-kvdsl does not serve yet is only told of, because kvdsl refuses it by name.
+alone count where they have a name of their own (2.13.0+cpu): any other may bring gigabytes for GPUs. A release of vLLM for CPUs in
+which kvdsl was not tested is only told of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def main() -> None:
     """Print what to install, and on stderr what there is to know."""
     engine = max(listed(ENGINE), default=None)
     if engine is not None and not tested(str(engine)):
-        print(f"{ENGINE} {engine} is not among the releases that kvdsl serves: {', '.join(RELEASES)}", file=sys.stderr)
+        print(
+            f"{ENGINE} {engine} is not among the releases in which kvdsl was tested: {', '.join(RELEASES)}", file=sys.stderr
+        )
     found = newer(listed, version)
     if found:
         print(*found)

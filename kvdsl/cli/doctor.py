@@ -143,7 +143,7 @@ def _vllm() -> str:
     found = installed()
     if found is None:
         return "not installed (only `kvdsl serve` needs it)"
-    return found if tested(found) else f"{found}, which kvdsl does not serve in; {', '.join(RELEASES)} is"
+    return found if tested(found) else f"{found}, in which kvdsl was not tested; in {', '.join(RELEASES)} it was"
 
 
 def _files() -> Iterator[Finding]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import refuse_answers, refuse_configuration, refuse_layer, refuse_layers, refuse_policy
+from kvdsl.integrations.vllm import releases
+from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_layers, refuse_policy
 from kvdsl.integrations.vllm.settings import Settings, parsed
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
@@ -152,17 +153,15 @@ def test_a_kind_of_a_known_layer_is_unknown() -> None:
         refuse_layer(WithSinks(), Full)
 
 
-@pytest.mark.parametrize(
-    ("asked", "what"),
-    [
-        ({"speculative_config": SimpleNamespace(method="ngram")}, "leave --speculative-config out"),
-        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "leave --kv-events-config out"),
-        ({"additional_config": {"kvdsl_trace": "one.html"}}, "leave the trace out"),
-    ],
-)
-def test_what_is_not_served_where_prompts_are_shared(asked: dict[str, object], what: str) -> None:
-    """In vLLM itself `tests/vllm` asks for some of it; a process that has guessed makes no second engine there."""
-    nothing = {"speculative_config": None, "kv_events_config": None, "additional_config": {}}
-    refuse_answers(SimpleNamespace(**nothing))
-    with pytest.raises(KvdslError, match=what):
-        refuse_answers(SimpleNamespace(**nothing | asked))
+def test_releases_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones than were tested are refused whatever they have; newer ones unless they have all that kvdsl uses."""
+    for version in (f"{releases.RELEASES[0]}.0", f"{releases.RELEASES[-1]}.7+cpu"):
+        assert releases.refusal(version) is None
+    monkeypatch.setattr(releases, "_missing", lambda: ())
+    assert releases.refusal("99.1.0+cpu") is None
+    monkeypatch.setattr(releases, "_missing", lambda: ("vllm.one", "vllm.two", "vllm.three"))
+    why = releases.refusal("99.1.0+cpu")
+    assert why is not None and "99.1.0+cpu has changed what it uses (vllm.one and 2 more): pip install" in why
+    monkeypatch.setattr(releases, "_missing", lambda: ())
+    with pytest.raises(KvdslError, match=r"kvdsl serves in vLLM 0\.31, 0\.32, this is 0\.9\.2: pip install"):
+        releases.refuse_release("0.9.2")

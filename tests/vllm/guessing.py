@@ -11,10 +11,13 @@ import sys
 from typing import Any
 
 import numpy as np
+import torch
 from vllm import LLM
 
 import tests.vllm.conftest  # noqa: F401 - says how the engine runs
+from kvdsl.integrations.vllm.guesses import Guesses
 from kvdsl.runtime.state.undo import UndoLog
+from tests.vllm import test_answers
 from tests.vllm.test_serving import engine, logprobs, wanted
 
 GUESSES, NEW = 4, 40
@@ -32,24 +35,48 @@ def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     return logprobs(llm.generate([{"prompt_token_ids": text} for text in repeating()], wanted(NEW), use_tqdm=False))
 
 
+def stain(log: Guesses, state: int, steps: int) -> None:
+    """Forget wrong guesses, but for what they have placed, observed and evicted."""
+    for _ in range(steps):
+        before = log._noted[state].pop()
+    for layer in test_answers.layers(LLMS[0]):
+        if layer._undo is log:
+            at = layer._lies.places["seen"]
+            now, then = (block.flatten().view(torch.uint8)[at : at + 4] for block in (log._blocks[state], before.state))
+            now.copy_(then)
+
+
+LLMS: list[LLM] = []
+"""The engine."""
+
+
 def main() -> None:
     """Answers, how many guesses were noted and taken back for them, and answers where wrong guesses stay."""
     noted, taken = [], []
-    note, take_back = UndoLog.note, UndoLog.take_back
+    guesses = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    if sys.argv[1] in test_answers.POLICIES:
+        llm, log, note = test_answers.engine(sys.argv[1], speculative_config=guesses), Guesses, Guesses.note
+        LLMS.append(llm)
 
-    def noting(log: UndoLog, *rest: Any) -> None:
-        noted.append(1)
-        note(log, *rest)
+        def noting(log: Any, generated: Any, table: Any, *, first: bool) -> None:
+            noted.extend([1] * (0 if first else len(generated.state)))
+            note(log, generated, table, first=first)
+    else:
+        llm, log, note = engine(sys.argv[1], speculative_config=guesses), UndoLog, UndoLog.note
 
-    def taking(log: UndoLog, state: Any, steps: int) -> None:
+        def noting(log: Any, *rest: Any) -> None:
+            noted.append(1)
+            note(log, *rest)
+
+    take_back = log.take_back
+
+    def taking(log: Any, state: Any, steps: int) -> None:
         taken.append(steps)
         take_back(log, state, steps)
 
-    guesses = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    llm = engine(sys.argv[1], speculative_config=guesses)
-    UndoLog.note, UndoLog.take_back = noting, taking  # type: ignore[method-assign]
+    log.note, log.take_back = noting, taking
     found = {"answers": answers(llm), "noted": len(noted), "taken": sum(taken)}
-    UndoLog.take_back = lambda *_: None  # type: ignore[method-assign]
+    log.take_back = stain if log is Guesses else lambda *_: None
     print(json.dumps({**found, "stained": answers(llm)}))
 
 

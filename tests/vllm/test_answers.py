@@ -20,11 +20,13 @@ import torch
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.answers import AnswerAttention
+from kvdsl.integrations.vllm.answer_attention import AnswerAttention
+from kvdsl.integrations.vllm.blocks import AnswerSpec
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import reference_model_path
 from tests.vllm.alone import NEAR, alone, params, reference
@@ -64,20 +66,29 @@ def scheduler(llm: LLM) -> Any:
 def layers(llm: LLM) -> list[AnswerAttention]:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     parts = (layer.impl for layer in runner.compilation_config.static_forward_context.values() if hasattr(layer, "impl"))
-    return [impl for impl in parts if isinstance(impl, AnswerAttention)]
+    return [impl for impl in parts if isinstance(impl, AnswerAttention) and impl.serves_policy]
+
+
+def blocks_of(llm: LLM, request: Any) -> list[int]:
+    """A request's, in the layers that the policy serves."""
+    here = scheduler(llm)
+    groups = here.kv_cache_config.kv_cache_groups
+    served = next(number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, AnswerSpec))
+    return list(here.kv_cache_manager.get_block_ids(request.request_id)[served])
 
 
 class Served:
     """Requests in one engine, step by step.
 
     Attributes:
-        held: by request, and by how many tokens of its answer it had read, what each layer held of these: sets of places, a KV head each.
+        held: by request, and by how many tokens of its answer it had read, what each layer held of these, by number: sets of places, a KV
+            head each.
         steps: how many there were.
     """
 
     def __init__(self, llm: LLM, during: Callable[[Served], None] | None = None) -> None:
         self.llm, self.during, self.steps = llm, during, 0
-        self.held: dict[str, dict[int, list[list[list[int]]]]] = {}
+        self.held: dict[str, dict[int, dict[int, list[list[int]]]]] = {}
         self.outputs: dict[str, Any] = {}
 
     def add(self, name: str, text: list[int], asked: SamplingParams | None = None, **more: Any) -> None:
@@ -91,7 +102,7 @@ class Served:
                 if out.finished:
                     self.outputs[out.request_id] = out
             for one in where.values():
-                blocks = here.kv_cache_manager.get_block_ids(one.request_id)[0]
+                blocks = blocks_of(self.llm, one)
                 if one in here.running and one.num_output_tokens >= 2 and one.num_computed_tokens == one.num_tokens - 1:
                     self.note(one.request_id.partition("-")[0], one.num_output_tokens - 1, blocks, one.num_prompt_tokens)
             self.steps += 1
@@ -100,10 +111,11 @@ class Served:
         return self
 
     def note(self, name: str, read: int, blocks: list[int], prompt: int) -> None:
-        self.held.setdefault(name, {})[read] = [
-            [sorted(place for place in head.tolist() if place >= 0) for head in layer.held(blocks, prompt)]
+        state = blocks[-(-prompt // scheduler(self.llm).block_size)]
+        self.held.setdefault(name, {})[read] = {
+            layer.number: [sorted(place for place in head.tolist() if place >= 0) for head in layer.held(state)]
             for layer in layers(self.llm)
-        ]
+        }
 
 
 def check(policy: str, served: Served, texts: dict[str, list[int]], model: Any = None, near: float = NEAR) -> None:
@@ -119,7 +131,7 @@ def check(policy: str, served: Served, texts: dict[str, list[int]], model: Any =
 
 
 def compare_held(
-    policy: str, text: list[int], tokens: list[int], held: dict[int, list[list[list[int]]]], model: Any
+    policy: str, text: list[int], tokens: list[int], held: dict[int, dict[int, list[list[int]]]], model: Any
 ) -> None:
     """That an answer holds at every step what it holds in transformers, but where two tokens are alike to the last digits.
 
@@ -132,7 +144,7 @@ def compare_held(
         model(torch.tensor([text]), **with_cache(made))
         for read, token in enumerate(tokens[: max(held)], 1):
             model(torch.tensor([[token]]), **with_cache(made))
-            for layer, heads in enumerate(held.get(read, ())):
+            for layer, heads in held.get(read, {}).items():
                 position, columns = made.positions(layer)[0], made.layers[layer].state.columns[:, 0]
                 for head, ours in enumerate(heads):
                     here = {
@@ -305,7 +317,7 @@ def test_blocks_stop_growing_and_who_runs_keeps_them() -> None:
     def during(served: Served) -> None:
         for one in scheduler(served.llm).running:
             if one.num_output_tokens:
-                blocks = scheduler(served.llm).kv_cache_manager.get_block_ids(one.request_id)[0]
+                blocks = blocks_of(served.llm, one)
                 counts.setdefault(one.request_id.partition("-")[0], set()).add(len(blocks))
 
     found = Served(llm, during)
@@ -445,12 +457,53 @@ def test_an_engine_without_a_policy_before_and_after_is_untouched() -> None:
     assert said(before) == heard
 
 
+def test_kv_events_tell_of_prompts_alone() -> None:
+    """Who routes requests by them finds whole blocks of prompts, and hears when they are given up."""
+    llm = engine(
+        "h2o_answer", kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}, num_gpu_blocks_override=40
+    )
+    told: list[Any] = []
+    scheduler(llm).kv_event_publisher.publish = lambda batch: told.extend(batch.events)
+    found, named = everyone(llm)
+    check("h2o_answer", found, named)
+    stored = [one for one in told if isinstance(one, BlockStored)]
+    assert sum(len(one.block_hashes) for one in stored) == sum(len(text) // SIZE for text in named.values())
+    told_of = sorted(tuple(one.token_ids[at : at + SIZE]) for one in stored for at in range(0, len(one.token_ids), SIZE))
+    whole = (text[at : at + SIZE] for text in named.values() for at in range(0, len(text) // SIZE * SIZE, SIZE))
+    assert told_of == sorted(map(tuple, whole))
+    gone = {number for one in told if isinstance(one, BlockRemoved) for number in one.block_hashes}
+    assert gone <= {number for one in stored for number in one.block_hashes}
+
+
+def test_async_scheduling_is_left_to_vllm() -> None:
+    """It says that it has none on CPUs, or answers are what they are without."""
+    llm = engine("h2o_answer", async_scheduling=True)
+    found, named = everyone(llm)
+    check("h2o_answer", found, named)
+
+
+def test_a_prompt_that_goes_on_behind_its_answer_is_refused(served: tuple[str, LLM]) -> None:
+    """vLLM's streamed input makes a prompt of what was answered; its blocks have lost tokens."""
+    _, llm = served
+    llm.llm_engine.add_request("grows", {"prompt_token_ids": drawn(47)}, wanted())
+    for _ in range(3):
+        llm.llm_engine.step()
+    (one,) = scheduler(llm).running
+    manager = scheduler(llm).kv_cache_manager.coordinator.single_type_managers[0]
+    with pytest.raises(KvdslError, match="goes on behind an answer"):
+        manager.remove_skipped_blocks(one.request_id, 50, 53)
+    llm.llm_engine.abort_request(["grows"])
+    assert nothing_is_lost(llm)
+
+
 REFUSED = [
     ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*over slots where position >= prompt"),
     ({"policy": "h2o_answer", "budget": 0.25}, {}, "a ratio of each prompt"),
     ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
-    ({"policy": "h2o_answer", "budget": 64}, {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "kv-events"),
+    ({"policy": "h2o_answer", "budget": 64}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+     "cannot be sent by a KV connector: leave --kv-transfer-config out"),
+    ({"policy": "h2o_answer", "budget": 64}, {"kv_offloading_size": 1.0}, "cannot be sent by a KV connector"),
 ]  # fmt: skip
 
 

@@ -13,10 +13,11 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 
 from tests.vllm.alone import NEAR, alone
 from tests.vllm.guessing import repeating
+from tests.vllm.test_answers import POLICIES
 from tests.vllm.test_serving import LAYERS
 
 
-@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm", "quest", "sparcas"])
+@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm", "quest", "sparcas", *POLICIES])
 def test_guesses_change_no_answer(policy: str) -> None:
     """Unless wrong ones stay: so the comparison can fail."""
     command = [sys.executable, "-m", "tests.vllm.guessing", policy]

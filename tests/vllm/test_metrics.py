@@ -10,7 +10,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,12 @@ from tests.vllm.conftest import bound_to_processors
 BUDGET, LAYERS, HEADS = 48, 5, 4
 """The model that comes with kvdsl-lab has as many layers and KV heads."""
 
+ANSWER, SIZE = 12, 16
+"""Tokens of an answer that stay where prompts are shared, and of a block there."""
+
+
+PAGES = {"policy": "h2o", "budget": BUDGET}
+
 
 @pytest.fixture(
     scope="module",
@@ -34,27 +42,33 @@ BUDGET, LAYERS, HEADS = 48, 5, 4
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Where a server is, and over how many processes its KV heads are spread."""
+    processes = 2 if "--tensor-parallel-size" in request.param else 1
+    with server(PAGES, processes, request.param, tmp_path_factory.mktemp("serving") / "log") as address:
+        yield address, processes
+
+
+@contextmanager
+def server(asked: dict[str, Any], processes: int, more: tuple[str, ...], log: Path) -> Iterator[str]:
+    """The address of one that ends with the context."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    asked = json.dumps({"kvdsl": {"policy": "h2o", "budget": BUDGET}})
     words = [
-        "serve", str(reference_model_path()), "--served-model-name", "small", "--additional-config", asked, "--port", str(port),
-        "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
+        "serve", str(reference_model_path()), "--served-model-name", "small", "--additional-config", json.dumps({"kvdsl": asked}),
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "512",
+        "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
     ]  # fmt: skip
-    log = tmp_path_factory.mktemp("serving") / "log"
-    processes = 2 if "--tensor-parallel-size" in request.param else 1
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if processes > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = bound_to_processors(processes)
     with log.open("w") as out:
-        command = [sys.executable, "-m", "kvdsl.integrations.vllm.launch", *words, *request.param]
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        command = [sys.executable, "-m", "kvdsl.integrations.vllm.launch", *words, *more]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
-        yield _ready(server, f"http://127.0.0.1:{port}", log), processes
+        yield _ready(process, f"http://127.0.0.1:{port}", log)
     finally:
-        server.terminate()
-        server.wait()
+        process.terminate()
+        process.wait()
 
 
 def _ready(server: subprocess.Popen[bytes], address: str, log: Path) -> str:
@@ -96,7 +110,7 @@ def said(address: str) -> dict[str, float]:
 def settled(address: str, evicted: int) -> dict[str, float]:
     """The numbers, once a server has told the last step's: that comes a moment after the answer."""
     for _ in range(100):
-        if (found := said(address)).get("kvdsl:tokens_evicted_total") == evicted and not found["kvdsl:pages_in_use"]:
+        if (found := said(address)).get("kvdsl:tokens_evicted_total") == evicted and not found.get("kvdsl:pages_in_use"):
             break
         time.sleep(0.1)
     return found
@@ -130,3 +144,17 @@ def test_pages_are_in_use_while_a_request_is_answered(served: tuple[str, int]) -
             if line.startswith(b"data: {"):
                 most = max(most, said(address).get("kvdsl:pages_in_use", 0.0))
     assert most == 2 * LAYERS * processes
+
+
+def test_the_numbers_of_answers_over_shared_prompts(tmp_path: Path) -> None:
+    """Nobody leaves a prompt; pages there are none."""
+    asked, evicted = {"policy": "h2o_answer", "budget": ANSWER}, 0
+    with server(asked, 1, ("--block-size", str(SIZE)), tmp_path / "log") as address:
+        for prompt, new in ((20, 8), (130, 24), (130, 24), (300, 14), (300, 1)):
+            answer(address, prompt, new)
+            evicted += max(0, new - 1 - ANSWER) * LAYERS * HEADS
+            found = settled(address, evicted)
+            assert found["kvdsl:tokens_evicted_total"] == evicted
+        blocks = 1 + -(-(ANSWER + 1) // SIZE)  # of the state, and of the slots
+        assert found["kvdsl:request_bytes"] == blocks * SIZE * 2 * HEADS * 64 * 4 * LAYERS
+        assert "kvdsl:pages_in_use" not in found

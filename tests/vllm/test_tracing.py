@@ -47,10 +47,10 @@ def finished(served: Any) -> None:
     answers(served, [[7, 8, 9]])
 
 
-def alone() -> Trace:
+def alone(policy: str = "h2o", budget: int = 48) -> Trace:
     """The first prompt's, without a server."""
     model, _ = load_model(None)
-    return trace(model, PROMPTS[0], NEW, kvdsl.load("h2o")(model, budget=48))
+    return trace(model, PROMPTS[0], NEW, kvdsl.load(policy)(model, budget=budget))
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -115,3 +115,20 @@ def test_without_what_it_needs_it_is_refused(served: Any, tmp_path: Path) -> Non
             refuse_trace(config)
     finally:
         config.additional_config, config.model_config.logits_processors = known, [TEXTS]
+
+
+def test_an_answer_behind_a_shared_prompt_is_that_of_a_text_that_is_alone(tmp_path: Path) -> None:
+    """The prompt, read or found in the cache, is held to the end; the answer is cut."""
+    out = tmp_path / "one.html"
+    llm = LLM(
+        str(reference_model_path()), dtype="float32", max_model_len=512, max_num_batched_tokens=512, enforce_eager=True, block_size=16,
+        logits_processors=[TEXTS], additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 12}, "kvdsl_trace": str(out)},
+    )  # fmt: skip
+    wanted = alone("h2o_answer", 12)
+    for _ in range(2):
+        out.unlink(missing_ok=True)
+        answers(llm, PROMPTS)
+        finished(llm)
+        found = data_of(out)
+        assert (found["prompt_tokens"], found["gone"]) == (len(PROMPTS[0]), wanted.gone.tolist())
+    assert int((wanted.gone >= 0).sum()) == (NEW - 1 - 12) * wanted.gone.shape[0] * wanted.gone.shape[1]

@@ -20,7 +20,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from kvdsl.integrations.vllm.ledger import begin_run
-    from kvdsl.integrations.vllm.releases import tested
+    from kvdsl.integrations.vllm.releases import refusal
 
     begin_run()
     if current_platform.is_cpu():
@@ -34,23 +34,24 @@ def register() -> None:
     from kvdsl.integrations.vllm.configured import have_it_chosen
 
     have_it_chosen(current_platform)
-    if tested(vllm.__version__):
+    if refusal(vllm.__version__) is None:
         _register_caches()
 
 
 def _register_caches() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from kvdsl.integrations.vllm.blocks import AnswerManager, AnswerSpec
+    from kvdsl.integrations.vllm.blocks import AnswerManager, AnswerSpec, WindowManager, WindowSpec
     from kvdsl.integrations.vllm.releases import ANSWERS, NAME
     from kvdsl.integrations.vllm.spec import PageSpec
 
     KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
     KVCacheSpecRegistry.register(AnswerSpec, manager_class=AnswerManager, uniform_type_base_spec=FullAttentionSpec)
+    KVCacheSpecRegistry.register(WindowSpec, manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
     for name, where in ((NAME, "backend.PolicyBackend"), (ANSWERS, "answers.AnswerBackend")):
         if name not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
             register_backend(name, f"kvdsl.integrations.vllm.{where}")

@@ -75,7 +75,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
         # On GPUs counting would wait for the device.
-        self._counted = self._page if self._serves_policy and isinstance(self.caches, InBlocks) else None
+        self._counted = self._page.lies() if self._serves_policy and isinstance(self.caches, InBlocks) else None
         self._texts = Texts.here if self._serves_policy and traced(config) is not None else None
         self._layer: int | None = None
         """The layer's number, which its name tells with the first step."""

@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
+
+from kvdsl.errors import KvdslError
 
 STATE_BLOCKS = 1
 
@@ -79,8 +81,16 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Remember how long the prompt is: this is where vLLM tells it, before blocks are counted. Nothing is skipped."""
+        """Remember how long the prompt is: this is where vLLM tells it, before blocks are counted. Nothing is skipped.
+
+        Raises:
+            KvdslError: for a prompt that has grown, behind what was answered: vLLM calls that streamed input.
+        """
         if num_prompt_tokens is not None:
+            if self.req_to_blocks.get(request_id) and self._prompts.get(request_id, num_prompt_tokens) != num_prompt_tokens:
+                raise KvdslError(
+                    "a prompt that goes on behind an answer is not served where prompts are shared: make it a new request"
+                )
             self._prompts[request_id] = num_prompt_tokens
             if len(self._prompts) > _REMEMBERED:
                 self._prompts.popitem(last=False)
@@ -103,12 +113,40 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
     def cache_blocks(
         self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
     ) -> None:
-        """Lend full blocks of the prompt, and have the request hash no more than those.
+        """Lend full blocks of the prompt."""
+        tokens = _of_the_prompt(request, num_tokens, self.block_pool)
+        super().cache_blocks(request, tokens, retention_interval, replay_boundaries=replay_boundaries)
 
-        A request that lost its blocks would otherwise find another one's, in whose prompt its own answer stands: these have what full
-        attention makes of it. vLLM asks for this before a request has generated anything.
-        """
-        prompt = request.num_prompt_tokens
-        request._block_hasher = None
-        del request.block_hashes[prompt // self.block_pool.hash_block_size :]
-        super().cache_blocks(request, min(num_tokens, prompt), retention_interval, replay_boundaries=replay_boundaries)
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
+    """The cache of a layer with a window, beside layers that see the whole text."""
+
+    @classmethod
+    def of(cls, spec: Any) -> WindowSpec:
+        """From what vLLM takes for it."""
+        found: WindowSpec = replace_as(spec, cls)
+        return found
+
+
+class WindowManager(SlidingWindowManager):  # type: ignore[misc]
+    """vLLM's, which lends no more than prompts: those of the other layers end there."""
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
+    ) -> None:
+        """See `AnswerManager`."""
+        tokens = _of_the_prompt(request, num_tokens, self.block_pool)
+        super().cache_blocks(request, tokens, retention_interval, replay_boundaries=replay_boundaries)
+
+
+def _of_the_prompt(request: Any, tokens: int, pool: Any) -> int:
+    """How many of a request's first tokens may be lent: those of its prompt. It comes to hash no more than those.
+
+    A request that lost its blocks would otherwise find another one's, in whose prompt its own answer stands: these have what full
+    attention makes of it. vLLM asks for this before a request has generated anything.
+    """
+    prompt = int(request.num_prompt_tokens)
+    request._block_hasher = None
+    del request.block_hashes[prompt // pool.hash_block_size :]
+    return min(tokens, prompt)

@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.ledger import Ledger, Sizes
-from kvdsl.integrations.vllm.page import Page
-from kvdsl.integrations.vllm.step import Step
 
 _SOURCE = Path(__file__).with_name("evictions.cpp")
+
+
+class Lies(NamedTuple):
+    """Where in a block it is to be seen what a request's layer holds.
+
+    Attributes:
+        seen, position: where these begin, in bytes. heads, slots: the shape of `position`.
+        blocks: of the policy's, in each layer, that a request takes.
+    """
+
+    seen: int
+    position: int
+    heads: int
+    slots: int
+    blocks: int
+
+
+class Left(NamedTuple):
+    """Where a step may have made tokens leave.
+
+    Attributes:
+        begun: blocks that have become somebody else's.
+        blocks: int64 [requests], those in which it is to be seen.
+        beside: int64 [requests], tokens that requests have seen and hold elsewhere.
+    """
+
+    begun: Sequence[int]
+    blocks: Tensor
+    beside: Tensor
+
+
+class Counted(Protocol):
+    """A step."""
+
+    def left(self) -> Left:
+        """Where it may have made tokens leave."""
 
 
 class Evictions:
@@ -31,7 +66,7 @@ class Evictions:
     def __init__(self, ledger: Ledger) -> None:
         self.layers = 0
         self._ledger = ledger
-        self._done: list[tuple[Tensor, Page | None]] = []
+        self._done: list[tuple[Tensor, Lies | None]] = []
         """The caches of the layers that have attended in this step, and where in them the policy's evictions are to be seen."""
         self._counted = torch.zeros(0, dtype=torch.int64)
         """By block: what has been counted of the request that has it."""
@@ -52,34 +87,32 @@ class Evictions:
         found.layers += layers
         return found
 
-    def layer_is_done(self, kv_cache: Tensor, page: Page | None, step: Step) -> None:
+    def layer_is_done(self, kv_cache: Tensor, lies: Lies | None, step: Counted) -> None:
         """A layer has attended, and evicted; with the last one the step is counted.
 
         Args:
             kv_cache: the layer's blocks.
-            page: how they lie there; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
+            lies: where in them it is to be seen; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
         """
-        self._done.append((kv_cache, page))
+        self._done.append((kv_cache, lies))
         if len(self._done) == self.layers:
-            self._count(step)
+            self._count(step.left())
             self._done.clear()
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: Left) -> None:
         blocks = self._done[0][0].shape[0]
+        policys = {lies for _, lies in self._done if lies is not None}
         if len(self._counted) != blocks:
             self._counted = torch.zeros(blocks, dtype=torch.int64)
-            counted = any(page is not None for _, page in self._done)
-            self._ledger.sizes = Sizes(sum(_stride(cache) for cache, _ in self._done), blocks, self.layers, counted)
-        for prompt in step.prompts():
-            if prompt.begins:
-                self._counted[prompt.page] = 0
-        ended = {prompt.page for prompt in step.prompts() if prompt.ends}
-        pages = torch.tensor(list(ended.union(*(decoded.pages.tolist() for decoded in step.decoded))), dtype=torch.int64)
-        left = torch.zeros_like(pages)
-        for page in {id(page): page for _, page in self._done if page is not None}.values():
-            left += _left([cache for cache, own in self._done if own is page], pages, page)
-        self._ledger.add(int((left - self._counted[pages]).sum()))
-        self._counted[pages] = left
+            request = sum(_stride(cache) * (1 if lies is None else lies.blocks) for cache, lies in self._done)
+            self._ledger.sizes = Sizes(request, blocks, self.layers, bool(policys))
+        self._counted[list(step.begun)] = 0
+        left = torch.zeros_like(step.blocks)
+        for lies in policys:
+            caches = [cache for cache, own in self._done if own == lies]
+            left += _left(caches, step.blocks, lies) - len(caches) * lies.heads * step.beside
+        self._ledger.add(int((left - self._counted[step.blocks]).sum()))
+        self._counted[step.blocks] = left
 
 
 def _stride(cache: Tensor) -> int:
@@ -87,15 +120,14 @@ def _stride(cache: Tensor) -> int:
     return cache.stride(0) * cache.element_size()
 
 
-def _left(caches: list[Tensor], pages: Tensor, page: Page) -> Tensor:
-    """How many tokens have left pages, KV heads and layers summed; int64 like `pages`."""
-    (seen, _, _), (position, (_, heads, slots), _) = page.parts["seen"], page.parts["position"]
+def _left(caches: list[Tensor], blocks: Tensor, lies: Lies) -> Tensor:
+    """How many tokens have been seen and are not held in blocks, KV heads and layers summed; int64 like `blocks`."""
     bases, strides = torch.tensor([(cache.data_ptr(), _stride(cache)) for cache in caches]).T
-    places = (bases[:, None] + pages * strides[:, None]).contiguous()
+    places = (bases[:, None] + blocks * strides[:, None]).contiguous()
     left = torch.empty_like(places)
     library().kvdsl_evicted(
-        ctypes.c_void_p(places.data_ptr()), ctypes.c_int64(places.numel()), ctypes.c_int64(seen), ctypes.c_int64(position),
-        ctypes.c_int64(heads), ctypes.c_int64(slots), ctypes.c_void_p(left.data_ptr()), torch.get_num_threads(),
+        ctypes.c_void_p(places.data_ptr()), ctypes.c_int64(places.numel()), ctypes.c_int64(lies.seen), ctypes.c_int64(lies.position),
+        ctypes.c_int64(lies.heads), ctypes.c_int64(lies.slots), ctypes.c_void_p(left.data_ptr()), torch.get_num_threads(),
     )  # fmt: skip
     return left.sum(0)
 

@@ -21,7 +21,8 @@ PAGES = Gauge(
 )
 BYTES = Gauge(
     "kvdsl:request_bytes",
-    "Bytes of the cache that a request takes, all layers and processes together, whatever its length.",
+    "Bytes of the cache that a request takes, all layers and processes together, whatever its length; that its answer takes, where prompts "
+    "are shared.",
     _LABELS,
     multiprocess_mode="mostrecent",
 )
@@ -31,7 +32,8 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
     """One engine's. It sleeps where the configuration asks for no policy."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self._asked = asked(vllm_config) is not None
+        settings = asked(vllm_config)
+        self._asked, self._in_pages = settings is not None, settings is not None and not settings.answers
         self._engine = engine_index
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
         self._workers = vllm_config.parallel_config.tensor_parallel_size
@@ -47,6 +49,8 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         if all(one.counted for one in sizes):
             EVICTED.labels(*self._labels).inc(sum(ledger.take() for ledger in self._ledgers))
         BYTES.labels(*self._labels).set(sum(one.request_bytes for one in sizes))
+        if not self._in_pages:
+            return
         # The first block is nobody's, which vLLM leaves out of what it calls usage.
         requests = round(scheduler_stats.kv_cache_usage * (sizes[0].blocks - 1))
         PAGES.labels(*self._labels).set(requests * sum(one.layers for one in sizes))

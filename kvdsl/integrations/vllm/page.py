@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.backend import AttentionCall
@@ -42,6 +43,11 @@ class Page:
     slots: int
     ring_sizes: tuple[int, ...]
     bytes: int
+
+    def lies(self) -> Lies:
+        """Where it is to be seen what a request holds."""
+        (seen, _, _), (position, (_, heads, slots), _) = self.parts["seen"], self.parts["position"]
+        return Lies(seen, position, heads, slots, blocks=1)
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
         """The tensors in blocks, uint8 [..., at least `bytes`], by name: [..., a tensor's shape]."""

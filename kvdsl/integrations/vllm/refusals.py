@@ -162,17 +162,6 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         )
 
 
-def refuse_answers(config: Any) -> None:
-    """Raise KvdslError for what a `VllmConfig` asks and is not served where prompts are shared."""
-    if config.speculative_config is not None:
-        raise KvdslError("guesses are not served where prompts are shared yet: leave --speculative-config out")
-    events = config.kv_events_config
-    if events is not None and events.enable_kv_cache_events:
-        raise KvdslError("KV events would report an answer's blocks as blocks of text: leave --kv-events-config out")
-    if traced(config) is not None:
-        raise KvdslError("a request that shares its prompt is not traced yet: leave the trace out")
-
-
 def refuse_trace(config: Any) -> None:
     """Raise KvdslError for a trace that a `VllmConfig` asks for and that could not be made."""
     out = traced(config)

@@ -1,11 +1,14 @@
-"""The releases of vLLM that kvdsl was tested in, and what it is called there."""
+"""The releases of vLLM in which kvdsl was tested, what it is called there, and whether another one may serve."""
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
+
 from kvdsl.errors import KvdslError
 
-RELEASES = ("0.32",)
-"""Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
+RELEASES = ("0.31", "0.32")
+"""Releases of vLLM that were tested, oldest first; its plug-in interfaces may change from one to the next."""
 
 NAME = "KVDSL"
 """Of the attention, among those that vLLM knows: where a request is one page."""
@@ -22,7 +25,53 @@ def tested(version: str) -> bool:
     return version.startswith(tuple(f"{release}." for release in RELEASES))
 
 
+def refusal(version: str) -> str | None:
+    """Why kvdsl does not serve in this release of vLLM, which is the one that runs; None where it does.
+
+    A newer one than those that were tested serves if it has all that kvdsl uses.
+    """
+    if tested(version):
+        return None
+    if not _newer(version):
+        return f"kvdsl serves in vLLM {', '.join(RELEASES)}, this is {version}: {INSTALL}"
+    lost = _missing()
+    if lost:
+        return (
+            f"kvdsl serves in vLLM {', '.join(RELEASES)}, and {version} has changed what it uses ({lost[0]}"
+            f"{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}): {INSTALL}"
+        )
+    return None
+
+
 def refuse_release(version: str) -> None:
-    """Raise KvdslError for a release of vLLM that kvdsl was not tested with."""
+    """Raise KvdslError for a release of vLLM in which kvdsl does not serve; say it where one was not tested."""
+    why = refusal(version)
+    if why is not None:
+        raise KvdslError(why)
     if not tested(version):
-        raise KvdslError(f"kvdsl serves in vLLM {', '.join(RELEASES)}, this is {version}: {INSTALL}")
+        _warn(version)
+
+
+def _newer(version: str) -> bool:
+    """Whether a version is newer than every one that was tested; what is no version (`dev`) counts as such."""
+    try:
+        found = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return True
+    return found > tuple(int(part) for part in RELEASES[-1].split("."))
+
+
+@lru_cache
+def _missing() -> tuple[str, ...]:
+    from kvdsl.integrations.vllm.interfaces import missing
+
+    return tuple(missing())
+
+
+@lru_cache
+def _warn(version: str) -> None:
+    """Once in a process."""
+    logging.getLogger("vllm.kvdsl").warning(
+        "kvdsl was tested in vLLM %s, not in %s, which has all that it uses: compare some answers with those of transformers",
+        ", ".join(RELEASES), version,
+    )  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from kvdsl.integrations.vllm.evictions import Evictions, Left
 
 SHORT = 1024
 """Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
@@ -124,13 +125,6 @@ class EveryOne:
     real: Tensor
 
 
-class Counting(Protocol):
-    """Counts who has left; see `kvdsl.integrations.vllm.evictions`."""
-
-    def layer_is_done(self, kv_cache: Tensor, page: Any, step: Step) -> None:
-        """A layer has attended."""
-
-
 @dataclass(frozen=True)
 class Step:
     """What a step's requests are, in steps of which the host knows that.
@@ -147,9 +141,16 @@ class Step:
     batches: list[Batch]
     decoded: list[Decoded]
     rejected: list[tuple[int, int]]
-    evictions: Counting
+    evictions: Evictions
     pages: list[int]
 
     def prompts(self) -> Iterator[Prompt]:
         """Those of all batches."""
         return (prompt for batch in self.batches for prompt in batch.prompts)
+
+    def left(self) -> Left:
+        """See `Counted`."""
+        begun = [prompt.page for prompt in self.prompts() if prompt.begins]
+        ended = {prompt.page for prompt in self.prompts() if prompt.ends}
+        pages = torch.tensor(list(ended.union(*(decoded.pages.tolist() for decoded in self.decoded))), dtype=torch.int64)
+        return Left(begun, pages, torch.zeros_like(pages))

@@ -21,6 +21,7 @@ from kvdsl.integrations.vllm.settings import Settings, asked, traced
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
+    from kvdsl.integrations.vllm.answer_step import Step as AnswerStep
     from kvdsl.integrations.vllm.step import Step
 
 
@@ -78,11 +79,11 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
         rows = (row for row, text in self._rows.items() if self._followed and text.answer is self._followed.text.answer)
         return next(rows, None)
 
-    def layer_is_done(self, layer: int, held: Callable[[int], tuple[int, Tensor]], step: Step) -> None:
+    def layer_is_done(self, layer: int, held: Callable[[Any], tuple[int, Tensor]], step: Step | AnswerStep) -> None:
         """A layer has attended, and evicted.
 
         Args:
-            held: of a page, what `Caches.held` says.
+            held: of one of the step's pages, what `Caches.held` says.
         """
         row = self._row()
         if self._followed is not None and row is not None:

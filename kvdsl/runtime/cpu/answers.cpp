@@ -24,6 +24,7 @@ struct Answers {
   const int64_t* request;  // [count] its request's row of the table
   const int64_t* place;    // [count] its place in the request's text
   const int64_t* prompt;   // [count] tokens of the request's prompt
+  const float* sinks;      // [Hq] or null: the layer's own, which join the prompt's sums
   const char *query, *key, *value;
   char* out;
   int64_t query_stride, key_stride, value_stride, out_stride;  // bytes from token to token
@@ -60,7 +61,8 @@ void attend_to_prompt(const Answers& a, int i, int h, Found& found, Work& w) {
   const int32_t* const table = a.table + a.request[i] * a.table_stride;
   char* const base = a.blocks + h * a.head_bytes;
   w.query.resize(group * stride), w.plain.resize(dim), w.scores.resize(group * line);
-  w.zeros.assign(row_bytes, 0), w.tops.assign(group, -INFINITY);
+  w.zeros.assign(row_bytes, 0), w.tops.resize(group);
+  for (int g = 0; g < group; ++g) w.tops[g] = a.sinks ? a.sinks[h * group + g] : -INFINITY;
   const void* rows[block];
   int32_t visible[block];
   const auto find = [&](int from, int64_t offset) {
@@ -82,7 +84,8 @@ void attend_to_prompt(const Answers& a, int i, int h, Found& found, Work& w) {
   float* const out = found.out.data() + heads * stride;
   std::fill_n(out, group * stride, 0.0f);
   for (int g = 0; g < group; ++g) {
-    const float total = exponentiate(w.scores.data() + g * line, static_cast<int>(n), w.tops[g]);
+    float total = exponentiate(w.scores.data() + g * line, static_cast<int>(n), w.tops[g]);
+    if (a.sinks) total += std::exp(a.sinks[h * group + g] - w.tops[g]);
     found.lse[heads + g] = w.tops[g] + std::log(total);
     for (int64_t at = 0; at < n; ++at) w.scores[g * line + at] /= total;
   }

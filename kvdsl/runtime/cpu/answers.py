@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.cpu.backend import check
-from kvdsl.runtime.cpu.prepared import DecodeArgs
+from kvdsl.runtime.cpu.prepared import DecodeArgs, address
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of answers.cpp."""
@@ -25,7 +25,7 @@ class _Told(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "decode", "plan", "blocks", "table", "row", "request", "place", "prompt", "query", "key", "value", "out",
+            "decode", "plan", "blocks", "table", "row", "request", "place", "prompt", "sinks", "query", "key", "value", "out",
         )),
         *((name, ctypes.c_int64) for name in (
             "query_stride", "key_stride", "value_stride", "out_stride", "table_stride", "block_bytes", "head_bytes", "position_at",
@@ -44,9 +44,12 @@ class Answers:
         blocks: [blocks, kv_heads, 2, tokens of a block, dim] contiguous: keys and values. A request's blocks are those of its prompt, one
             for what is remembered of its answer, and those of its slots.
         places: where in that one `position`, `columns` and `seen` begin, in bytes; one without columns has none.
+        sinks: the layer's own, [query_heads].
     """
 
-    def __init__(self, kernel: ctypes.c_void_p, args: DecodeArgs, blocks: Tensor, places: Mapping[str, int]) -> None:
+    def __init__(
+        self, kernel: ctypes.c_void_p, args: DecodeArgs, blocks: Tensor, places: Mapping[str, int], sinks: Tensor | None = None
+    ) -> None:  # fmt: skip
         count, heads, _, size, dim = blocks.shape
         head_bytes = 2 * size * dim * blocks.element_size()
         args.keys, args.values = blocks.data_ptr(), blocks.data_ptr() + head_bytes // 2
@@ -54,10 +57,11 @@ class Answers:
         for stride in (args.query_stride, args.key_stride, args.value_stride):
             stride[:] = (0, dim, 0)
         self._dim, self._args = dim, args
+        self._sinks = None if sinks is None else sinks.float().contiguous()
         self._told = _Told(
             decode=kernel.value, plan=ctypes.addressof(args), blocks=blocks.data_ptr(), block_bytes=heads * head_bytes,
             head_bytes=head_bytes, position_at=places["position"], state_at=places.get("columns", 0), seen_at=places["seen"],
-            block_size=size, dtype=DTYPES.index(blocks.dtype),
+            block_size=size, dtype=DTYPES.index(blocks.dtype), sinks=address(self._sinks),
         )  # fmt: skip
 
     def decode_rows(

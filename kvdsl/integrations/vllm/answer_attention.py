@@ -1,0 +1,216 @@
+"""One layer's attention where requests share prompts: to parts of prompts one by one; from tokens behind them together, in C++."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from vllm import _custom_ops as ops
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
+
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.answer_step import Answer, Generated, Part, Step
+from kvdsl.integrations.vllm.evictions import Lies
+from kvdsl.integrations.vllm.guesses import Guesses
+from kvdsl.integrations.vllm.page import State, page
+from kvdsl.integrations.vllm.settings import Plan, traced
+from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.cpu.answers import Answers
+from kvdsl.runtime.cpu.backend import CpuBackend
+from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
+
+_SIZE = 32
+"""Tokens of a block in which vLLM's kernel reads fastest."""
+
+
+def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
+    """How an answer's state lies in its block."""
+    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest))
+
+
+class AnswerAttention(AttentionImpl):  # type: ignore[misc]
+    """See vLLM's `AttentionImpl`.
+
+    Attributes:
+        number: the layer's, which its name tells with the first step.
+
+    Raises:
+        KvdslError: for attention that is not causal, has a bias by distance, or a window in every layer; or for a policy without C++.
+    """
+
+    plan: ClassVar[Plan | None] = None
+    """Of this process: vLLM asks for the cache's size where no configuration is set."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        config = get_current_vllm_config()
+        plan = Plan.of(config)
+        if plan is None or not plan.settings.answers:
+            raise KvdslError(
+                "this is kvdsl's attention over shared prompts, and no policy for it is asked for: make an engine right behind its "
+                "configuration"
+            )
+        more = {
+            "a bias by distance": alibi_slopes, "keys of another layer": kv_sharing_target_layer_name,
+            "attention to what follows": None if attn_type == AttentionType.DECODER else attn_type,
+            "a sliding window, as all layers have": sliding_window if plan.windowed else None,
+            "heads of a size that is no multiple of 16, and sinks or a cap of its logits":
+                head_size if head_size % 16 and (logits_soft_cap or sinks is not None) else None,
+        }  # fmt: skip
+        found = [what for what, value in more.items() if value is not None]
+        if found:
+            raise KvdslError(
+                f"a layer has {found[0]}, which is not served where prompts are shared: serve a policy with a budget in tokens (h2o, roco)"
+            )
+        AnswerAttention.plan = self._plan = plan
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self._dtype, self._cap, self._sinks = config.model_config.dtype, logits_soft_cap or 0.0, sinks
+        self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        self._texts = Texts.here if traced(config) is not None else None
+        self._windowed = None
+        if sliding_window is not None:
+            self._windowed = CPUAttentionBackendImpl(
+                num_heads,
+                head_size,
+                scale,
+                self.num_kv_heads,
+                None,
+                sliding_window,
+                kv_cache_dtype,
+                logits_soft_cap,
+                sinks=sinks,
+            )
+            return
+        backend = choose(plan.settings.spec, "cpu", torch.device("cpu"), self._dtype)
+        assert isinstance(backend, CpuBackend)
+        self._kernel = backend.kernel
+        self._told: Answers | None = None
+
+    @property
+    def serves_policy(self) -> bool:
+        """Whether the policy serves the layer: one with a window, beside others, keeps that."""
+        return self._windowed is None
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
+        if attn_metadata is None:  # vLLM tries out how much memory a step takes, or compiles
+            return output.zero_()
+        if self._windowed is not None:
+            self._windowed.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            self._windowed.forward(layer, query, key, value, kv_cache, attn_metadata, output)
+            return output
+        step: Step = attn_metadata
+        if self._told is None:
+            self._tell(extract_layer_index(layer.layer_name), kv_cache)
+        if step.parts:
+            self._blocks[step.block, :, 0, step.offset] = key[step.rows]
+            self._blocks[step.block, :, 1, step.offset] = value[step.rows]
+        for part in step.parts:
+            self._read(part, step.table, query, key, value, output)
+        for state, tokens in step.rejected:
+            self._undo.take_back(state, tokens)
+        for number, generated in enumerate(step.generated):
+            if self._guesses:
+                self._undo.note(generated, step.table, first=number == 0)
+            self._decode(generated, step.table, query, key, value, output)
+        step.evictions.layer_is_done(kv_cache, self._counted, step)
+        if self._texts is not None:
+            self._texts.layer_is_done(self.number, self._held, step)
+        return output
+
+    def _tell(self, layer: int, cache: Tensor) -> None:
+        """Make the call of the kernel, with what does not change between steps."""
+        count, heads, size, width = cache.shape
+        assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
+        self.number, self._blocks = layer, cache.view(count, heads, 2, size, self.head_size)
+        self._lies = state_of(self._plan, heads, self.head_size, self._dtype)
+        state = self._plan.settings.state(layer, self._plan.layers)
+        state.column_index.ring_sizes = self._lies.ring_sizes
+        self._rings, self._numbers = state.column_index.ring_rows(), state.settings.resolve(torch.ones(1)).contiguous()
+        args = DecodeArgs(
+            batch=1, kv_heads=heads, group=self.num_heads // heads, key_dim=self.head_size, value_dim=self.head_size,
+            slots=self._lies.slots, tokens=1, **strides_of(self._numbers), layer=layer, softcap=self._cap,
+            head_offset=get_tensor_model_parallel_rank() * heads, seed=state.seed & 0xFFFFFFFF, threads=1, scale=self.scale,
+        )  # fmt: skip
+        point(args, ring_rows=self._rings, params=self._numbers)
+        places = self._lies.places
+        self._told = Answers(self._kernel, args, self._blocks, places, self._sinks)
+        self._counted = Lies(places["seen"], places["position"], heads, self._lies.slots, 1 + cdiv(self._lies.slots, size))
+        self._undo = Guesses(self._blocks, places["position"], self._lies.slots, self._guesses)
+
+    def _read(self, part: Part, table: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Attend from a part of a prompt to itself and to the blocks before it, whichever request filled these."""
+        rows = slice(part.first, part.last)
+        q, k, v = (x[rows].transpose(0, 1) for x in (query, key, value))
+        length = part.before + part.last - part.first
+        if part.before:
+            blocks = self._blocks[table[part.request, : cdiv(length, self._blocks.shape[3])].long()]
+            k, v = (blocks[:, :, one].transpose(0, 1).flatten(1, 2)[:, :length] for one in (0, 1))
+        if self._sinks is not None or self._cap:
+            self._read_as_vllm(q, k, v, output[rows])
+            return
+        mask = torch.ones(part.last - part.first, length, dtype=torch.bool).tril(part.before) if part.before else None
+        found = scaled_dot_product_attention(
+            q[None], k[None], v[None], mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        output[rows] = found[0].transpose(0, 1)
+
+    def _read_as_vllm(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Causal attention from the last tokens with sinks or a cap, which torch's has not, by vLLM's kernel in blocks of its own kind.
+
+        Args:
+            query, key, value: [heads, tokens, dim]. output: gets the attention, [tokens, heads, dim].
+        """
+        heads, length, dim = key.shape
+        count, kind = cdiv(length, _SIZE), _get_attn_isa(self._dtype, _SIZE, dim)
+        keys, values = key.new_zeros(count, heads, 2 * _SIZE, dim).chunk(2, dim=2)
+        starts, lengths = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, query.shape[1]], [length]))
+        ops.cpu_attn_reshape_and_cache(
+            key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous(), keys, values, torch.arange(length), kind
+        )
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1, num_heads=self.num_heads, num_kv_heads=heads, head_dim=dim, seq_lens=lengths, dtype=self._dtype,
+            query_start_loc=starts, causal=True, sliding_window_size=-1, isa=kind, enable_kv_split=True,
+        )  # fmt: skip
+        sinks = self._sinks if self._sinks is None or self._sinks.dtype == torch.bfloat16 else self._sinks.float()
+        ops.cpu_attention_with_kv_cache(
+            query=query.transpose(0, 1).contiguous(), key_cache=keys, value_cache=values, output=output, query_start_loc=starts,
+            seq_lens=lengths, scale=self.scale, causal=True, alibi_slopes=None, sliding_window=-1,
+            block_table=torch.arange(count, dtype=torch.int32)[None], softcap=self._cap, scheduler_metadata=plan, s_aux=sinks,
+        )  # fmt: skip
+
+    def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
+        """Attend from the tokens and update the policy's state, in one call of C++."""
+        assert self._told is not None
+        which = (generated.row, generated.request, generated.place, generated.prompt)
+        self._told.decode_rows(table, which, *vectors)
+
+    def _held(self, answer: Answer) -> tuple[int, Tensor]:
+        """How many tokens a request has read, and the places of those that it holds, int32 [kv_heads, tokens], -1 for none."""
+        prompt = torch.arange(min(answer.prompt, answer.read), dtype=torch.int32).expand(self.num_kv_heads, -1)
+        return answer.read, prompt if answer.read <= answer.prompt else torch.cat([prompt, self.held(answer.state)], 1)
+
+    def held(self, block: int) -> Tensor:
+        """The places of the tokens that an answer holds, int32 [kv_heads, slots], -1 where there is none.
+
+        Args:
+            block: that of its state.
+        """
+        state = self._blocks[block].flatten().view(torch.uint8)
+        at, count = self._lies.places["position"], self.num_kv_heads * self._lies.slots
+        return state[at : at + 4 * count].view(torch.int32).view(self.num_kv_heads, -1).clone()

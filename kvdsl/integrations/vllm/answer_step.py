@@ -1,0 +1,145 @@
+"""What a step's tokens are where requests share prompts: parts of prompts, and tokens behind them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvdsl.integrations.vllm.evictions import Evictions, Left
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a request's prompt that this step reads.
+
+    Attributes:
+        first, last: its rows among the step's tokens, from `first` to before `last`.
+        before: tokens of the prompt that have been read before, by this request or by another one.
+        request: its row of the table.
+    """
+
+    first: int
+    last: int
+    before: int
+    request: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One token of each of several requests, behind their prompts; int64 [tokens] each.
+
+    Attributes:
+        row: where they are among the step's tokens. request: their rows of the table. place: their places in the texts.
+        prompt: how many tokens the prompts have. state: the blocks that have their answers' states.
+    """
+
+    row: Tensor
+    request: Tensor
+    place: Tensor
+    prompt: Tensor
+    state: Tensor
+
+    @classmethod
+    def of(cls, found: list[tuple[int, int, int, int, int]]) -> Generated:
+        """From tuples of these."""
+        return cls(*torch.tensor(found, dtype=torch.int64).T.contiguous())
+
+
+class Answer(NamedTuple):
+    """A request of the batch.
+
+    Attributes:
+        state: the block of its answer's state, if it has one.
+        prompt: tokens of its prompt. read: tokens that it has read, this step's included.
+    """
+
+    state: int
+    prompt: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's tokens are.
+
+    Attributes:
+        parts: of prompts.
+        rows, block, offset: of all tokens in these: where they are among the step's, and where their keys and values go, int64 [tokens].
+        generated: the first tokens behind prompts, then the second ones, and so on. A request has several where vLLM guesses, and where it
+            reads its answer again after a preemption.
+        rejected: blocks of states, and how many of the last tokens that they have read were wrong guesses.
+        table: int32 [requests, blocks].
+        pages: the batch's requests, in its order.
+        evictions: counts who has left, once all layers have attended.
+    """
+
+    parts: list[Part]
+    rows: Tensor
+    block: Tensor
+    offset: Tensor
+    generated: list[Generated]
+    rejected: list[tuple[int, int]]
+    table: Tensor
+    pages: list[Answer]
+    evictions: Evictions
+
+    def left(self) -> Left:
+        """See `Counted`."""
+        if not self.generated:
+            return Left([], *torch.zeros(2, 0, dtype=torch.int64))
+        first = self.generated[0]  # whose requests are all that have tokens behind their prompts
+        begun = first.state[first.place == first.prompt]
+        return Left(begun.tolist(), first.state, first.prompt)
+
+
+class Sorter:
+    """Sorts steps' tokens.
+
+    Args:
+        size: tokens of a block.
+    """
+
+    def __init__(self, size: int, evictions: Evictions) -> None:
+        self._size, self._evictions = size, evictions
+        self._read: dict[int, int] = {}
+        """By the block of an answer's state: how many tokens its request has read, guesses included."""
+
+    def sort(self, known: Any) -> Step:
+        """Of vLLM's `CommonAttentionMetadata`, in which prompts have lengths."""
+        table, ends = known.block_table_tensor, known.rswa_prefix_lens
+        assert table.stride(1) == 1 and table.dtype == torch.int32
+        starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
+        places = (-(-ends.long() // self._size)).clamp(max=table.shape[1] - 1)
+        states = table[: len(places)].gather(1, places[:, None])[:, 0].tolist()
+        pages = list(map(Answer, states, ends.tolist(), lengths))
+        parts: list[Part] = []
+        rejected: list[tuple[int, int]] = []
+        generated: dict[int, list[tuple[int, int, int, int, int]]] = defaultdict(list)
+        for request, (first, last, one) in enumerate(zip(starts, starts[1:], pages, strict=False)):
+            if first == last:
+                continue
+            before = one.read - (last - first)
+            behind = max(first, min(last, first + one.prompt - before))  # the first row behind the prompt
+            if behind > first:
+                parts.append(Part(first, behind, before, request))
+            if before > one.prompt and self._read[one.state] > before:
+                rejected.append((one.state, self._read[one.state] - before))
+            if last > behind:
+                self._read[one.state] = one.read
+            for number, row in enumerate(range(behind, last)):
+                generated[number].append((row, request, before + row - first, one.prompt, one.state))
+        found = list(map(Generated.of, generated.values()))
+        return Step(parts, *_places(parts, table, self._size), found, rejected, table, pages, self._evictions)
+
+
+def _places(parts: list[Part], table: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all tokens in these: their rows, their blocks, and their places in those."""
+    nothing = [torch.zeros(0, dtype=torch.int64)]
+    rows = torch.cat(nothing + [torch.arange(part.first, part.last) for part in parts])
+    places = torch.cat(nothing + [torch.arange(part.before, part.before + part.last - part.first) for part in parts])
+    owners = torch.cat(nothing + [torch.full((part.last - part.first,), part.request) for part in parts])
+    return rows, table[owners, places // size].long(), places % size
