@@ -14,6 +14,7 @@ from kvdsl.files import read_resource
 from kvdsl.ir import ops
 from kvdsl.syntax.nodes import AXES, WORDS
 
+_SPAN = "whether a token lies in a span of the text, which the caller marks: `cache.mark`"
 _GIVEN = "a number of each token and KV head that the caller gives; without a default, always"
 _TENSOR = "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps"
 
@@ -26,6 +27,7 @@ STATEMENTS = {
     "input": (_GIVEN, ""),
     "input_file": (_TENSOR, ""),
     "tensor": (_TENSOR, ""),
+    "input_span": (_SPAN, ""),
     "given": (_GIVEN, ""),
     "budget": (
         "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached; heads and layers may "
@@ -80,6 +82,7 @@ STEPS = {
     "attend": "a token, by the attention that it pays to those that are there and, last, to itself",
     "token": "a token, by its vectors: attention follows from them",
     "times": "the same token, again and again",
+    "turn": "`turn`: a turn of the chat has ended",
     "expect": "what the last token, or the prompt, led to, by a name: `kept`, `score`, or a state column of `kvdsl explain`",
     "expect_error": "the policy is refused with a message that has this text in it",
 }
@@ -141,9 +144,8 @@ def form(rule: str) -> str:
 
 def _with_words(text: str, places: Iterable[tuple[str, ...]]) -> str:
     """The text with what can stand in the place of its names, one after the other."""
-    for words in places:
-        text = text.replace("NAME", " or ".join(words), 1)
-    return text
+    words = iter(places)
+    return re.sub("NAME", lambda name: " or ".join(next(words, (name[0],))), text)
 
 
 _GONE = ("NAME", "at_most")
