@@ -97,6 +97,7 @@ INPUTS = _table(
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
         InputRow("age", _SLOT, "newest position minus `position`"),
+        InputRow("token", _SLOT, "the token's id: `token == 198`", told=True),
         InputRow("turn", _SLOT, "the turn of the chat in which the token came, from 0", told=True),
         InputRow("turns", _NONE, "how many turns have ended: `turn < turns` holds for tokens of earlier ones"),
         InputRow("budget", _NONE, "the tokens that are kept; in the statement `budget` the param of that name", fixed=True),

@@ -55,11 +55,6 @@ NAMES: dict[str, str] = dict([
 
 IDS = frozenset(
     [
-        "token",
-        "token_id",
-        "token_ids",
-        "input_ids",
-        "id",
         "is_special",
         "special",
         "newline",
@@ -76,6 +71,8 @@ TURNS = frozenset(["current_turn", "turn_start", "last_turn"])
 
 def of_name(name: str) -> str | None:
     """The help for a name in an expression that means nothing here, or something else."""
+    if name in ("token_id", "token_ids", "input_ids", "id"):
+        return offer("write `token`", ", which is the token's id")
     if name in IDS:
         return add(f"a policy reads no text: add `given {name} = 0`", ", a number of each token that the caller gives")
     if name in TURNS:

@@ -14,6 +14,7 @@ GIVEN = (
     Given(name="trust", default=0.1),
     Given(name="tool", default=0, source="spans"),
     Given(name="turn", default=0, source="turn"),
+    Given(name="token", default=0, source="token"),
 )
 """The second one's default is no float32."""
 
@@ -51,6 +52,8 @@ def drawn(
             row[:] = random.random((shape[0], 1, shape[2])) < 0.4
         elif given.source == "turn":
             row[:] = turns
+        elif given.source == "token":
+            row[:] = random.integers(0, 4, (shape[0], 1, shape[2]))
     return torch.from_numpy(values)
 
 

@@ -143,6 +143,35 @@ def test_marks_and_turns_are_part_of_a_compiled_step(backend: str) -> None:
     assert caches[1].state(0)["given_turn"].max() == 1
 
 
+STOPS = "param budget = 6\nscore age\nkeep where token == 7 or token > 60"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_is_known_by_its_id(backend: str) -> None:
+    """Eagerly, padded, and in a compiled step."""
+    model, rows = zoo.model("llama"), zoo.prompt(2, 12)
+    rows[:, 2], rows[:, 5] = 7, 8
+    inputs = zoo.left_padded([rows[0], rows[1, :9]])
+    cache = cache_class(STOPS)(model, backend=backend)
+    with torch.no_grad():
+        model(**inputs, **with_cache(cache))
+    position, ids = cache.positions(0), cache.state(0)["given_token"]
+    assert all(2 in held(cache, 0, row, 0) for row in range(2))
+    for row in range(2):
+        for slot in (position[row, 0] >= 0).nonzero().flatten().tolist():
+            assert ids[row, 0, slot] == rows[row, position[row, 0, slot]]
+    torch._dynamo.reset()
+    caches = [cache_class(STOPS)(model, backend=backend) for _ in range(2)]
+    for one, step in zip(caches, (model.forward, whole(model)), strict=True):
+        with torch.no_grad():
+            model(rows[:, :9], **with_cache(one))
+            for at in range(9, 12):
+                step(rows[:, at : at + 1], **with_cache(one), **zoo.place(model, at))
+    assert_same_slots(*caches)
+    with pytest.raises(KvdslError, match="reads `token`, but this forward brought no ids"), torch.no_grad():
+        model(inputs_embeds=model.get_input_embeddings()(rows), **with_cache(cache_class(STOPS)(model)))
+
+
 def test_what_cannot_be_marked() -> None:
     model = zoo.model("llama")
     cache = cache_class(DROPS)(model, backend="torch")

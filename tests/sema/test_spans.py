@@ -74,6 +74,13 @@ def test_explanations_say_who_tells_it() -> None:
     ]
 
 
+def test_a_token_of_a_test_has_an_id(tmp_path: Path) -> None:
+    policy = "param budget = 2\n  score age\n  keep where token == 5"
+    assert own_outcome(
+        tmp_path, policy, "prompt { attend 1; attend 1, 0 token 5; attend 1, 0, 0 }", "expect kept 1, 2"
+    ).passed
+
+
 def test_a_turn_ends_in_a_test(tmp_path: Path) -> None:
     policy = "input tool from spans\n  budget sum(turn == turns or not tool over slots)\n  score turn"
     prompt = "prompt { attend 1 tool 1; attend 1, 0 }"

@@ -43,8 +43,8 @@
 
 ((call function: (identifier) @function.builtin) (#match? @function.builtin "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
 ((call function: (identifier) @function) (#not-match? @function "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
-((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|turn|turns|v)$"))
-((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|turn|turns|v)$"))
+((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|token|turn|turns|v)$"))
+((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|token|turn|turns|v)$"))
 
 (over (identifier) @constant.builtin)
 (across (identifier) @constant.builtin)

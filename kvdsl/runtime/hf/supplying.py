@@ -37,13 +37,15 @@ class Supplying(Linked):
     Attributes:
         functions: by the value's name; none after unpickling, until somebody gives them again.
         marks: the spans of the text.
+        ids: of the tokens of the forward that runs, [batch, tokens]; None where it was given none.
     """
 
-    LINKS = ("_heard",)
+    LINKS = ("_heard", "ids")
 
     def __init__(self) -> None:
         self.functions: dict[str, Supplier] = {}
         self.marks = Marks()
+        self.ids: Tensor | None = None
         self._given: dict[int, dict[str, Tensor]] = {}
         self._heard: tuple[nn.Module, Tensor] | None = None
 
@@ -108,19 +110,24 @@ class Supplying(Linked):
             )
 
     def _of_text(self, state: SlotState, call: AttentionCall) -> dict[str, Tensor]:
-        """What the text says of the new tokens: the spans and the turn that they are in; [batch, 1, tokens] each."""
-        found = {}
+        """What the text says of the new tokens: the spans and the turn that they are in, and which they are; [batch, 1, tokens] each."""
+        found, shape = {}, (len(call.key), 1, call.key.shape[2])
         if state.spec.spans:
             position = new_positions(state, call)[:, None]
             found = {name: self.marks.of_tokens(name, position) for name, _ in state.spec.spans}
         if "turn" in state.spec.hears:
-            shape = len(call.key), 1, call.key.shape[2]
             turn = (
                 state.numbers[..., state.spec.numbers.index("turns")]
                 if state.allocated
                 else call.key.new_zeros(len(call.key))
             )
             found["turn"] = turn.reshape(len(call.key), -1)[:, :1, None].float().expand(shape)
+        if "token" in state.spec.hears:
+            if self.ids is None or self.ids.shape != (shape[0], shape[2]):
+                raise KvdslError(
+                    f"{state.spec.name} reads `token`, but this forward brought no ids: give the model `input_ids`"
+                )
+            found["token"] = self.ids[:, None].float()
         return found
 
     def use(self, model: nn.Module, spec: PolicySpec, functions: Mapping[str, Supplier | None]) -> None:
