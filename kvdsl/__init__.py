@@ -1,8 +1,9 @@
 """kvdsl: a small language for the KV-cache policies of large language models, and its compiler.
 
 `kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and gives its cache class, `kvdsl.compile("kv 1 ...")` does so for a
-policy in a string, and `@kvdsl.policy` makes a policy of a function that writes it (`kvdsl.lang`). All errors are `kvdsl.KvdslError`;
-what is wrong with a policy's source is a `kvdsl.DiagnosticError`.
+policy in a string, and `@kvdsl.policy` makes a policy of a function that writes it (`kvdsl.lang`). `kvdsl.chat(model, tokenizer, cache)`
+tells a cache whose tokens are whose. All errors are `kvdsl.KvdslError`; what is wrong with a policy's source is a
+`kvdsl.DiagnosticError`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import DiagnosticError
+    from kvdsl.generation.chat import chat
     from kvdsl.lang.policies import policy
     from kvdsl.loading import compile, load, load_model
 
-__all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load", "load_model", "policy"]
+__all__ = ["DiagnosticError", "KvdslError", "__version__", "chat", "compile", "load", "load_model", "policy"]
 
 _LATER = {
     "DiagnosticError": "kvdsl.diagnostics",
+    "chat": "kvdsl.generation.chat",
     "compile": "kvdsl.loading",
     "load": "kvdsl.loading",
     "load_model": "kvdsl.loading",

@@ -13,6 +13,7 @@ from kvdsl.files import read_resource
 from kvdsl.ir import ops
 from kvdsl.syntax.nodes import AXES, WORDS
 
+_SPAN = "whether a token lies in a stretch of text that the caller marks: `cache.mark`"
 _GIVEN = "a number per token and KV head from the caller, required unless it has a default"
 _TENSOR = (
     "a tensor from a file; expressions read this layer's and KV head's slice. Without `dims` it may set a head's budget"
@@ -27,6 +28,7 @@ STATEMENTS = {
     "input": (_GIVEN, ""),
     "input_file": (_TENSOR, ""),
     "tensor": (_TENSOR, ""),
+    "input_span": (_SPAN, ""),
     "given": (_GIVEN, ""),
     "budget": (
         "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors and cached tokens; heads and layers may "
@@ -81,6 +83,7 @@ STEPS = {
     "attend": "a token, by the attention that it pays to those that are there and, last, to itself",
     "token": "a token, by its vectors: attention follows from them",
     "times": "the same token, repeated",
+    "turn": "`turn`: a turn of the chat has ended",
     "expect": "the result of the last token or prompt, by name: `kept`, `score`, or a state column of `kvdsl explain`",
     "expect_error": "kvdsl refuses the policy with a message that contains this text",
 }
@@ -142,9 +145,8 @@ def form(rule: str) -> str:
 
 def _with_words(text: str, places: Iterable[tuple[str, ...]]) -> str:
     """The text with what can stand in the place of its names, one after the other."""
-    for words in places:
-        text = text.replace("NAME", " or ".join(words), 1)
-    return text
+    words = iter(places)
+    return re.sub("NAME", lambda name: " or ".join(next(words, (name[0],))), text)
 
 
 _GONE = ("NAME", "at_most")

@@ -68,6 +68,7 @@ _HIGHLIGHTS = """\
 (tensor name: (identifier) @variable.parameter)
 (input name: (identifier) @variable.parameter)
 (input_file name: (identifier) @variable.parameter)
+(input_span name: (identifier) @variable.parameter)
 (given name: (identifier) @variable.parameter)
 (supplied (identifier) @variable.parameter)
 (tensor axis: (identifier) @constant.builtin)

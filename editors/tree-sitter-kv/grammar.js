@@ -38,7 +38,7 @@ module.exports = grammar({
     _statement: ($) => choice($._plain, $.override),
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
-      $.param, $.let, $.input, $.input_file, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
+      $.param, $.let, $.input, $.input_file, $.input_span, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
       $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
@@ -53,6 +53,7 @@ module.exports = grammar({
     input_file: ($) => seq(
       "input", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
     ),
+    input_span: ($) => seq("input", field("name", $.identifier), "from", $.identifier),
     tensor: ($) => seq(
       "tensor", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
     ),
@@ -120,7 +121,7 @@ module.exports = grammar({
 
     // tests
     test: ($) => seq("test", $.string, open($), optional(lines($, $._step)), "}"),
-    _step: ($) => choice($.use, $.use_at, $.set, $.prompt, $._token, $.expect, $.expect_error, $.expect_state),
+    _step: ($) => choice($.use, $.use_at, $.set, $.prompt, $._token, $.turn, $.expect, $.expect_error, $.expect_state),
     use: ($) => seq("use", $.identifier),
     use_at: ($) => seq("use", $.identifier, "at", "layer", $.number, "of", $.number),
     set: ($) => seq("set", $.identifier, "=", $.signed),
@@ -129,6 +130,7 @@ module.exports = grammar({
     times: ($) => seq($.number, "times", choice($.attend, $.token)),
     attend: ($) => seq("attend", $.rows, repeat(choice($.vector, $.supplied))),
     token: ($) => seq("token", repeat1(choice($.vector, $.supplied))),
+    turn: ($) => $.identifier,
     vector: ($) => seq($.identifier, parts($.heads, "/")),
     supplied: ($) => seq("given", $.identifier, $.rows),
     heads: ($) => parts($.row, "and"),

@@ -234,6 +234,10 @@ def _tensor(tensor: Tensor) -> str:
 
 def _given(given: Given) -> str:
     """`importance: a number per token and KV head, from the caller`."""
+    if given.source == "spans":
+        return f"{given.name}: whether a token lies in this span, as the caller marks it"
+    if given.source == given.name:
+        return f"{given.name}: {INPUTS[given.name].doc}, as the cache counts it"
     default = "which has to give it" if given.default is None else f"or {print_number(given.default)}"
     return f"{given.name}: a number per token and KV head, from the caller, {default}"
 

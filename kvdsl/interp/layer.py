@@ -222,6 +222,13 @@ class Layer:
             head.drop(gone[index])
         return steps
 
+    def end_turn(self, heads: Sequence[Head]) -> list[Step]:
+        """A turn has ended: what leaves then."""
+        self.machines = tuple(
+            replace(machine, numbers=replace(machine.numbers, turns=machine.numbers.turns + 1)) for machine in self.machines
+        )
+        return self.settle(heads, overflow if self.policy.settles_turns else nobody)
+
     def _protect(
         self, scopes: Sequence[Scope], places: Sequence[Indices]
     ) -> tuple[list[tuple[Array | None, ...]], list[Indices]]:

@@ -27,6 +27,7 @@ class Numbers:
         prompt: the row's tokens up to the end of its last prompt, padding excluded, or as many as are expected (see
             `kvdsl.interp.text`).
         prompt_end: the same without what is only expected.
+        turns: how many turns have ended.
         tensors: what the policy's tensors have for the KV head, [1, dims or 1] each.
         layer, layers: the layer, counted from 0, and how many there are.
         trigger: prune only once live - C reaches this; 0 never.
@@ -66,6 +67,7 @@ class Numbers:
     sketch_every: float = 1
     prefill_block: float = math.inf
     prompt_end: float = 0
+    turns: float = 0
     tensors: Mapping[str, Array] = field(default_factory=dict)
 
     def with_share(self, tokens: float) -> Numbers:
@@ -91,7 +93,7 @@ class Numbers:
     @cached_property
     def inputs(self) -> Mapping[str, Array]:
         """The inputs that are the same for every slot and moment."""
-        known = {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
+        known = {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers", "turns")}
         return {**known, "everything": number(math.inf)}
 
     def value(self, expr: Expr) -> float:
@@ -101,7 +103,7 @@ class Numbers:
 
 def resolve(
     policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1,
-    *, expected: float = 0, head: int = 0, tensors: Tensors = NO_TENSORS,
+    *, expected: float = 0, turns: float = 0, head: int = 0, tensors: Tensors = NO_TENSORS,
 ) -> Numbers:  # fmt: skip
     """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
 
@@ -109,6 +111,7 @@ def resolve(
         given: values of params by name; None stands for the default. Of `budget` an int is tokens, a float up to 1.0 a rate.
         prompt: the row's tokens up to the end of its last prompt.
         expected: as how many they count at least.
+        turns: how many turns have ended.
         head: the KV head's index, for which a budget that reads tensors is asked.
         tensors: what the policy's files hold, if its numbers read that.
 
@@ -146,6 +149,7 @@ def resolve(
         budget=budget,
         prompt=counted_prompt,
         prompt_end=prompt,
+        turns=turns,
         tensors=rows,
         layer=layer,
         layers=layers,

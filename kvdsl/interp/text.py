@@ -32,6 +32,7 @@ class Text:
     Attributes:
         heads: what each KV head has cached.
         numbers: since the last prompt; None before the first.
+        turns: how many turns have ended.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Text:
         self.policy, self._given, self._where, self._more = policy, given, (layer, layers), more
         self._expected = expected
         self.numbers: Numbers | None = None
+        self.turns = 0
         self._layer = self._with_prompt(0)
         self.heads: list[Head] = self._layer.empty(key_dim, value_dim)
 
@@ -59,6 +61,11 @@ class Text:
         if self.is_prompt(tokens):
             return self.prompt(tokens).prefill(self.heads, query, key, value, supplied)
         return self.decoding.decode(self.heads, query[:, 0], key[:, 0], value[:, 0], supplied)
+
+    def end_turn(self) -> list[Step]:
+        """A turn has ended: each head's step."""
+        self.turns += 1
+        return self._layer.end_turn(self.heads)
 
     def is_prompt(self, tokens: int) -> bool:
         """Whether so many tokens that come in together are a prompt."""
@@ -88,7 +95,7 @@ class Text:
         shape = {name: self._more[name] for name in ("head_offset", "tensors") if name in self._more}
         heads = self._more.get("heads", 1)
         numbers = resolve_heads(
-            self.policy, self._given, prompt, *self._where, expected=self._expected, heads=heads, **shape
+            self.policy, self._given, prompt, *self._where, expected=self._expected, turns=self.turns, heads=heads, **shape
         )
         return Layer(self.policy, [numbers], **self._more)
 

@@ -108,10 +108,14 @@ class TensorRef(Expression):
 
 
 class GivenRef(Expression):
-    """What the caller gave of a token, for the KV head: one of the policy's `given` values. Passes make a column of it."""
+    """What the cache was told of a token, for the KV head: one of the policy's `given` values. Passes make a column of it.
+
+    `marked`: it is a span, which may be marked while the token is cached, so that nothing is made of it when the token comes.
+    """
 
     kind: Literal["given"] = "given"
     name: str
+    marked: bool = False
 
 
 class Input(Expression):
@@ -311,10 +315,15 @@ class Tensor(Node):
 
 
 class Given(Node):
-    """A number of every token and KV head that the caller gives, or where nothing is given `default`; None: then it has to be."""
+    """A number of every token that the cache is told, or where nothing is said `default`; None: then it has to be.
+
+    `source`: who says it. `caller`: a function, for every KV head; `spans`: 1 where the caller marks the token by this name, else 0;
+    the name of an input: the cache itself.
+    """
 
     name: str
     default: float | None = None
+    source: str = "caller"
 
 
 class Keep(Node):
@@ -478,6 +487,13 @@ class Policy(Node):
     def reads_text(self) -> bool:
         """Whether the score reads the queries of the whole prompt."""
         return self.score is not None and has(self.score, Reduce, within="text")
+
+    @property
+    def settles_turns(self) -> bool:
+        """Whether tokens may leave when a turn ends: its budget counts what is cached, by how many turns have ended."""
+        exprs = (self.measured, self.score, *(keep.by for keep in self.keeps))
+        reads = any(has(expr, Input, name="turns") for expr in exprs if expr is not None)
+        return reads and self.measured is not None and self.when == "both"
 
     @property
     def rotates(self) -> bool:

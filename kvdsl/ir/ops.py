@@ -49,6 +49,7 @@ class InputRow:
         doc: one line, for the language's reference.
         reads: the tensor that it needs beside positions, in words.
         fixed: whether it is a number that is known once the prompt is.
+        told: whether it is a number of each token that the cache is told when the token comes, and keeps in a column if something reads it.
         written: how it is written, if not by its name.
     """
 
@@ -57,6 +58,7 @@ class InputRow:
     doc: str
     reads: str = ""
     fixed: bool = False
+    told: bool = False
     written: str = ""
 
 
@@ -95,6 +97,9 @@ INPUTS = _table(
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
         InputRow("age", _SLOT, "newest position minus `position`"),
+        InputRow("token", _SLOT, "the token's id: `token == 198`", told=True),
+        InputRow("turn", _SLOT, "the turn of the chat in which the token came, from 0", told=True),
+        InputRow("turns", _NONE, "how many turns have ended: `turn < turns` holds for tokens of earlier ones"),
         InputRow(
             "budget", _NONE, "the number of tokens to keep; in the statement `budget` the param of that name", fixed=True
         ),
@@ -120,6 +125,9 @@ OF_QUERY_HEADS = ("q", "query_head")
 
 FIXED = tuple(row.name for row in INPUTS.values() if row.fixed)
 """What a budget or a count may read, beside params."""
+
+TABLED = (*FIXED, "turns")
+"""What kernels read of a row's table of numbers, beside params."""
 
 
 # -- functions and operators -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvdsl.ir.nodes import (
     Expr,
     Fold,
     Given,
+    GivenRef,
     Input,
     Keep,
     LayerRange,
@@ -75,6 +76,8 @@ def _number(expr: Number) -> tuple[str, Strength]:
 
 def _call(expr: Call) -> tuple[str, Strength]:
     row = OPERATORS.get(expr.op)
+    if expr.op == "!=" and isinstance(expr.args[0], GivenRef) and expr.args[0].marked:
+        return _atom(expr.args[0].name)
     if row is not None:
         left, right = (_text(arg, at_least) for arg, at_least in zip(expr.args, row.sides, strict=True))
         return f"{left} {expr.op} {right}", row.strength
@@ -162,7 +165,8 @@ def print_policy(policy: Policy) -> str:
     policy = _in_edition_2(policy) if edition == 2 else policy
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
-    outside = [*map(print_tensor, policy.tensors), *map(print_given, policy.given)]
+    outside = [*map(print_tensor, policy.tensors)]
+    outside += [print_given(one) for one in policy.given if one.source != one.name]  # inputs need no statement
     lines += [f"input {line.partition(' ')[2]}" if edition == 2 else line for line in outside]
     shared = _across(policy.across) + print_across_layers(policy.across_layers)
     if policy.budget is not None and (policy.budget != ParamRef(name="budget") or shared or policy.measured):
@@ -234,7 +238,9 @@ def print_tensor(tensor: Tensor) -> str:
 
 
 def print_given(given: Given) -> str:
-    """A `given` statement."""
+    """A `given` statement; of a span the `input` that declares it."""
+    if given.source == "spans":
+        return f"input {given.name} from spans"
     return f"given {given.name}" + ("" if given.default is None else f" = {print_number(given.default)}")
 
 

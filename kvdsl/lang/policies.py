@@ -63,11 +63,13 @@ class Draft:
     def input(self, name: str, *axes: str, from_: str) -> Expression: ...
 
     def input(self, name: str, default: Any = None, *axes: str, from_: str | None = None) -> Expression:
-        """`input NAME = default`, a number of each token from the caller; or `input NAME [axes] from "file"`, with the axes.
+        """`input NAME = default`, a number of each token from the caller; `input NAME [axes] from "file"`, with the axes; or a span.
 
-        `p.input("basis", "layers", "heads", "dims", from_="basis.safetensors")`
+        `p.input("basis", "layers", "heads", "dims", from_="basis.safetensors")`, `p.input("tool", from_="spans")`
         """
-        if from_ is None:
+        if from_ == "spans" and default is None and not axes:
+            self._add(f"input {_checked(name)} from spans")
+        elif from_ is None:
             self._add("input ", _checked(name), *(() if default is None else (" = ", written(default))))
         else:
             named = ", ".join(map(_checked, (default, *axes)))

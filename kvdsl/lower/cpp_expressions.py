@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, POOLS, RANGES, REDUCTIONS, functions_of
+from kvdsl.ir.ops import POOLS, RANGES, REDUCTIONS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
     Code,
@@ -109,7 +109,7 @@ class CountPrinter(_CppPrinter):
 
     code: ClassVar[Code] = {
         **_CppPrinter.code,
-        **dict.fromkeys(FIXED, lambda self, expr: Fragment(f"{self.view}.param(Number::{expr.name})")),
+        **dict.fromkeys(TABLED, lambda self, expr: Fragment(f"{self.view}.param(Number::{expr.name})")),
         "live": lambda self, _: Fragment(f"static_cast<double>({self.view}.live)"),
         "seen": lambda self, _: Fragment(f"static_cast<double>({self.view}.newest + 1)"),
         "param": lambda self, expr: Fragment(f"{self.view}.param(Number::{spelled(expr.name)})"),
@@ -241,7 +241,7 @@ class SlotPrinter(_CppPrinter):
         **_CppPrinter.code,
         **dict.fromkeys(("attn", "logit", "position", "age", "observed"), _of_slot),
         **dict.fromkeys(("k", "v"), _vector),
-        **dict.fromkeys((*FIXED, "live"), _number),
+        **dict.fromkeys((*TABLED, "live"), _number),
         **dict.fromkeys(("rank", *POOLS), _found_before),
         "q": _query,
         "query_head": _query_head,

@@ -58,7 +58,7 @@ class NumbersPlan:
 
 _RESOLVE = NumberPrinter(
     "{}",
-    {"budget": "capacity"} | {name: f"given.{name}" for name in ("prompt", "layer", "layers", "everything")},
+    {"budget": "capacity"} | {name: f"given.{name}" for name in ("prompt", "layer", "layers", "everything", "turns")},
     'given.tensor("{}")',
 )
 
@@ -242,7 +242,12 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     exprs = list(_evaluated(policy))
     names = (spelled(param.name) for param in policy.params if _refers(exprs, param.name))
     yield from ((name, Fragment(name)) for name in names)
-    yield from ((name, Fragment(text)) for name, text in _RESOLVE.inputs.items() if any(reads(expr, name) for expr in exprs))
+    told = {one.source for one in policy.given}
+    for name, text in _RESOLVE.inputs.items():
+        if any(reads(expr, name) for expr in exprs) or (
+            name == "turns" and "turn" in told
+        ):  # a new token's turn is read from there
+            yield name, Fragment(text)
     if policy.budget:
         yield "capacity", _inside(_CAPACITY, policy.layers)
         yield from _staging(policy)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvdsl.budget import offers_ratio
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Axis, Expr, Given, Policy, Reduce, Tensor
+from kvdsl.ir.nodes import Axis, Expr, Given, GivenRef, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, parts_of, reads
 from kvdsl.lower.cpp import CppPlan, cpp_plan
@@ -46,11 +46,15 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """What the caller gives of each token: its name as the constructor has it, as kernels call it, and what the docstring says of it."""
+    """What the cache is told of each token: its name as the constructor has it, as kernels call it, and what the docstring says of it.
+
+    `asked`: whether the constructor has it, because a function says it.
+    """
 
     name: str
     code: str
     help: str
+    asked: bool
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ def _written(policy: Policy) -> Written:
 def _given(given: Given) -> GivenPlan:
     help = "`f(module, hidden_states)`, which gives a number of each new token, [batch, KV heads or 1, tokens]; see `give`"
     default = "" if given.default is None else f"; default {print_number(given.default)}"
-    return GivenPlan(given.name, spelled(given.name), help + default)
+    return GivenPlan(given.name, spelled(given.name), help + default, given.source == "caller")
 
 
 def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, str]]:
@@ -185,6 +189,13 @@ def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, 
         yield "rings", f"({' '.join(rings)})"
     if policy.given:
         yield "supplied", repr(tuple((given.name, given.default) for given in policy.given))
+    held = {column.body: column.name for column in policy.columns}
+    spans = tuple((one.name, held[GivenRef(name=one.name, marked=True)]) for one in policy.given if one.source == "spans")
+    if spans:
+        yield "spans", repr(spans)
+    hears = tuple(one.name for one in policy.given if one.source == one.name)
+    if hears:
+        yield "hears", repr(hears)
     if policy.across_layers is not None:
         yield "across_layers", '"pool"' if policy.one_pool else '"shares"'
     for name, default in (("when", "both"), ("victims", "own")):
@@ -208,6 +219,7 @@ def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, 
         "compact": step.compact,
         "rotates": policy.rotates,
         "reads_text": policy.reads_text,
+        "settles_turns": policy.settles_turns,
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
         "tensors_of_values": _tensors_of_values(policy),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce
-from kvdsl.ir.ops import FIXED
+from kvdsl.ir.ops import TABLED
 from kvdsl.ir.visitors import of_query_heads, parts_of
 from kvdsl.lower.expression import Fragment, fragment, names_of, texts, uses_of
 from kvdsl.lower.sharing import shared
@@ -128,7 +128,7 @@ def _named(columns: tuple[Column, ...], view: TensorPrinter) -> list[Fragment]:
 
 
 _IN_KERNEL = NumberPrinter(
-    'numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"}, 'slots.constants.of_head("{}")'
+    'numbers["{}"]', {name: f'numbers["{name}"]' for name in TABLED} | {"live": "keep.live"}, 'slots.constants.of_head("{}")'
 )
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef, call, is_call
-from kvdsl.ir.ops import FIXED, INPUTS, OF_QUERY_HEADS, POOLS, functions_of
+from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import has, of_query_heads
 from kvdsl.lower.expression import (
@@ -130,7 +130,7 @@ class NumberPrinter(_TorchPrinter):
 
     code: ClassVar[Code] = {
         **_TorchPrinter.code,
-        **dict.fromkeys((*FIXED, "live", "seen"), _input),
+        **dict.fromkeys((*TABLED, "live", "seen"), _input),
         "param": lambda self, expr: Fragment(self._param.format(spelled(expr.name))),
         "tensor": lambda self, expr: Fragment(self._tensor.format(expr.name)),
     }
@@ -150,7 +150,7 @@ class CountPrinter(NumberPrinter):
         number = f'{view}.exact("{{}}"){room}'
         super().__init__(
             number,
-            {name: number.format(name) for name in (*FIXED, "live", "seen")},
+            {name: number.format(name) for name in (*TABLED, "live", "seen")},
             f'{view}.constants.scalar("{{}}"){room}.double()',
         )
         self._slots = TensorPrinter(view, grouped=grouped)
@@ -236,7 +236,7 @@ class TensorPrinter(_TorchPrinter):
         return Fragment(f"{self._view}.{member}{room}")
 
     def _input(self, expr: Input) -> Fragment:
-        named = {"query_position": "query_position.float()"} | {name: f'number("{name}")' for name in FIXED}
+        named = {"query_position": "query_position.float()"} | {name: f'number("{name}")' for name in TABLED}
         of_query_heads = expr.name in OF_QUERY_HEADS
         return self._of_view(
             named.get(expr.name, expr.name), grouped=not of_query_heads, dims=Axis.DIM not in INPUTS[expr.name].axes

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, POOLS, functions_of
+from kvdsl.ir.ops import POOLS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
@@ -97,7 +97,7 @@ class CountPrinter(_TritonPrinter):
 
     code: ClassVar[Code] = {
         **_TritonPrinter.code,
-        **dict.fromkeys(FIXED, lambda _, expr: number(expr.name)),
+        **dict.fromkeys(TABLED, lambda _, expr: number(expr.name)),
         "live": lambda *_: Fragment("live.to(tl.float64)", uses=(Use("input", "live"),)),
         "seen": lambda *_: Fragment("(now + 1).to(tl.float64)", uses=(Use("input", "seen"),)),
         "param": lambda _, expr: number(spelled(expr.name)),
@@ -158,7 +158,7 @@ class BlockPrinter(_TritonPrinter):
     code: ClassVar[Code] = {
         **_TritonPrinter.code,
         **dict.fromkeys(("attn", "logit", "q", "k", "v", "position", "age", "live", "observed", "query_head"), _input),
-        **dict.fromkeys(FIXED, lambda _, expr: fragment("{}.to(tl.float32)", number(expr.name))),
+        **dict.fromkeys(TABLED, lambda _, expr: fragment("{}.to(tl.float32)", number(expr.name))),
         **dict.fromkeys(("/", "sqrt"), _rounded),
         **dict.fromkeys(POOLS, _pooled),
         "**": power,
@@ -222,7 +222,7 @@ class DimPrinter(BlockPrinter):
     """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
 
     def parts(self, expr: Expr) -> Fragment:
-        fixed = expr.kind in ("number", "param") or (isinstance(expr, Input) and expr.name in (*FIXED, "q"))
+        fixed = expr.kind in ("number", "param") or (isinstance(expr, Input) and expr.name in (*TABLED, "q"))
         if not children(expr) and not fixed:
             raise NotLowerable(SKETCHED)
         return super().parts(expr)

@@ -104,7 +104,10 @@ def _tensor(_: Document, tensor: syn.Tensor) -> Iterator[str]:
 
 
 def _given(_: Document, given: syn.Given) -> Iterator[str]:
-    yield "one number per slot and KV head, which the caller gives when the token comes in"
+    if given.source is None:
+        yield "one number per slot and KV head, which the caller gives when the token comes in"
+    else:
+        yield "whether a token lies in this span of the text, which the caller marks"
 
 
 _DEFINED: Mapping[str, Callable[[Document, Any], Iterator[str]]] = {"param": _param, "tensor": _tensor, "given": _given}

@@ -48,7 +48,13 @@ def _statement(document: Document, statement: syn.Statement) -> lsp.DocumentSymb
         return found
     if isinstance(statement, syn.Given):
         found = _symbol(document, statement.name.text, _Kind.Property, statement.span, statement.name.span)
-        found.detail = "from the caller" if statement.default is None else f"= {statement.default.span.quoted()}"
+        found.detail = (
+            "from spans"
+            if statement.source is not None
+            else "from the caller"
+            if statement.default is None
+            else f"= {statement.default.span.quoted()}"
+        )
         return found
     return _symbol(document, statement.span.quoted() or "statement", _Kind.Field, statement.span, statement.span)
 

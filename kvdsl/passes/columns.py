@@ -146,7 +146,9 @@ def _stays(part: Expr) -> bool:
         return part.op in FUNCTIONS or part.op in OPERATORS
     if part.kind == "reduce":
         return part.axis is Axis.DIM and part.within == "all"
-    return part.kind in ("number", "given") or (part.kind == "tensor" and not part.group) or part in _OF_TOKEN
+    if part.kind == "given":
+        return not part.marked
+    return part.kind == "number" or (part.kind == "tensor" and not part.group) or part in _OF_TOKEN
 
 
 _OF_TOKEN = (Input(name="k"), Input(name="v"))

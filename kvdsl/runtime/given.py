@@ -38,7 +38,7 @@ class Given:
 
     Attributes:
         prompt: the rows' prompt lengths.
-        layers, everything: one number for all, as such tensors, so that expressions of them are torch expressions; so is `layer`.
+        layers, everything, turns: one number for all, as such tensors, so that expressions of them are torch expressions; so is `layer`.
         layer_was_read: whether anybody has asked for the layer's number, on which what was found depends then.
     """
 
@@ -50,6 +50,7 @@ class Given:
         layer: int,
         layers: int,
         tensors: Mapping[str, Tensor] = MappingProxyType({}),
+        turns: int = 0,
     ) -> None:
         self._policy = policy
         self._tensors = tensors
@@ -58,6 +59,7 @@ class Given:
         self._layer = layer
         self.layer_was_read = False
         self.layers = torch.full_like(self.prompt, layers)
+        self.turns = torch.full_like(self.prompt, turns)
         self.everything = torch.full_like(self.prompt, torch.inf)
 
     @property

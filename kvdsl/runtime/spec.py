@@ -67,6 +67,9 @@ class PolicySpec:
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
         supplied: the values of each token that the caller gives, and their defaults, None where there is none.
+        spans: what the caller marks, and the columns that say which tokens lie in it; of `supplied`, as is what the cache hears itself
+            of a token, `hears`.
+        settles_turns: whether tokens may leave when a turn ends.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -108,7 +111,15 @@ class PolicySpec:
     tensors: Tensors | None = None
     tensors_of_values: bool = False
     supplied: tuple[tuple[str, float | None], ...] = ()
+    spans: tuple[tuple[str, str], ...] = ()
+    hears: tuple[str, ...] = ()
+    settles_turns: bool = False
     abi: int = ABI
+
+    @property
+    def reads_chats(self) -> bool:
+        """Whether it asks what only a cache is told: spans of the text, and turns."""
+        return bool(self.spans or self.hears or "turns" in self.numbers)
 
     @property
     def observes(self) -> bool:

@@ -82,7 +82,7 @@ def check(spec: PolicySpec, name: str, value: Any) -> None:
 
 def refuse_unknown(spec: PolicySpec, name: str) -> None:
     """Raise KvdslError for a value that the policy does not ask for."""
-    names = [known for known, _ in spec.supplied]
+    names = [known for known, _ in spec.supplied if known not in (*dict(spec.spans), *spec.hears)]
     if name not in names:
         asks = f"it asks for {', '.join(f'`{known}`' for known in names)}" if names else "it asks its caller for nothing"
         raise KvdslError(f"{spec.name} has no `{name}` that could be given: {asks}")

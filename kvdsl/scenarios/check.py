@@ -294,6 +294,8 @@ class _Meaning:
                 decoded = False
                 self._prompt(step, sized=first)
                 first = False
+            elif isinstance(step, syn.Turn) and first:
+                self.report(codes.TEST_STEP, step.span, "no token has come, so that no turn has ended")
             elif isinstance(step, syn.Incoming):
                 decoded, first = not first or step.times > 1, False  # the very first token is a prompt
                 self._token(step)
@@ -340,7 +342,7 @@ class _Meaning:
     def _given(self, token: syn.Incoming) -> None:
         """What a token brings of the values that the policy asks its caller for."""
         brought = [(one, one.name) for one in token.brought if one.name is not None]
-        asked = [given.name for given in self.policy.given]
+        asked = [given.name for given in self.policy.given if given.source != "turn"]
         for one, name in brought:
             if name.text not in asked:
                 help = did_you_mean(name.text, [*asked, *VECTORS]) or (

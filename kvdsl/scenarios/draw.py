@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from kvdsl.interp.evaluate import Array
-from kvdsl.ir.nodes import Input, Policy
+from kvdsl.ir.nodes import Given, Input, Policy
 from kvdsl.ir.visitors import everywhere, expressions, parts_of, reads
 
 DIMS = 4
@@ -88,9 +88,15 @@ class Form:
             attend = np.array([[_attention(random, token + 1, count) for token in range(count)] for _ in range(self.heads)])
         query = random.integers(-2, 3, (self.heads, count, self.group, DIMS)).astype(float)
         key, value = random.integers(-2, 3, (2, self.heads, count, DIMS)).astype(float)
-        names = dict.fromkeys(given.name for policy in self.policies for given in policy.given)
-        given = {name: random.integers(0, 10, (self.heads, count)) / 10 for name in names}
+        told = {one.name: one for policy in self.policies for one in policy.given if one.source != "turn"}
+        given = {name: self._given(one, random, count) for name, one in told.items()}
         return Drawn(prompt, attend, query, key, value, given)
+
+    def _given(self, given: Given, random: np.random.Generator, count: int) -> Array:
+        """Draw what the caller gives with so many tokens: tenths for each KV head, or whether they lie in a span."""
+        if given.source == "spans":
+            return np.tile(random.integers(0, 2, count).astype(float), (self.heads, 1))
+        return random.integers(0, 10, (self.heads, count)) / 10
 
 
 def _attention(random: np.random.Generator, there: int, count: int) -> Array:

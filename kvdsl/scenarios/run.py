@@ -148,6 +148,8 @@ class _Run:
             elif isinstance(step, syn.Incoming):
                 for _ in range(step.times):
                     self._incoming(step)
+            elif isinstance(step, syn.Turn):
+                self.last = self.text.end_turn()
             elif isinstance(step, syn.Expect) and step.what != "error":
                 self._expect(step)
 
@@ -249,10 +251,12 @@ class _Run:
         return np.array([of_head(brought.heads, head)[0].values for head in range(scenario.heads)])
 
     def _given(self, tokens: list[syn.Incoming]) -> dict[str, Array]:
-        """What the caller gives of the tokens, [heads, tokens] by name: what a token does not bring is the default."""
+        """Return what comes with the tokens, [heads, tokens] by name: the default where a token brings nothing."""
         heads = range(self.scenario.heads)
-        given = {}
+        given = {"turn": np.full((len(heads), len(tokens)), float(self.text.turns))}
         for one in self.policy.given:
+            if one.name in given:
+                continue
             brought = [next((b for b in token.brought if b.name and b.name.text == one.name), None) for token in tokens]
             rows = [[one.default if b is None else of_head(b.heads, h)[0].values[0] for b in brought] for h in heads]
             given[one.name] = np.array(rows, dtype=np.float64)

@@ -47,6 +47,8 @@ def _token(found: Witness, token: int) -> str:
         rows = (" and ".join(map(_row, head)) if name == "query" else _row(head) for head in vectors)
         words.append(f"{name} {_heads(rows)}")
     for given in found.policies[passing(found)].given:
+        if given.name not in found.text.given:
+            continue
         words.append(f"{given.name} {_heads(_row([value]) for value in found.text.given[given.name][:, token])}")
     return " ".join(words)
 

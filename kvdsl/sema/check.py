@@ -10,6 +10,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import Sink
 from kvdsl.helps import offer
 from kvdsl.ir import nodes as ir
+from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.normal import is_mixed
 from kvdsl.sema.combinations import Combinations
@@ -24,7 +25,7 @@ from kvdsl.sema.settings import Setting
 from kvdsl.sema.statements import COUNTS, Parts, Statements
 from kvdsl.sema.statics import Statics
 from kvdsl.sema.tensors import check_tensor
-from kvdsl.sema.values import Value
+from kvdsl.sema.values import Value, told
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
 
@@ -87,7 +88,9 @@ class Checker:
                 scope.names[name] = definition
 
     def _given(self, statement: syn.Given, placed: Placed) -> Definition:
-        """A value from the caller, whose default is a constant."""
+        """A span, or a value from the caller, whose default is a constant."""
+        if statement.source is not None:
+            return GivenName(ir.Given(name=statement.name.text, default=0, source="spans"))
         default = None
         if statement.default is not None:
             value = self._value(statement.default, placed)
@@ -217,7 +220,7 @@ class Checker:
             doc=_docstring(self.flat.syntax),
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
-            given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
+            given=self._told(read),
             keeps=tuple(keeps),
             ends_last=edition != 1 and parts.expr("budget") is not None and is_mixed(keeps),
             select=self._select(parts, keeps),
@@ -227,6 +230,11 @@ class Checker:
             **fields,
             **words,
         )
+
+    def _told(self, read: set[str]) -> tuple[ir.Given, ...]:
+        """What the cache is told of each token, of what is read: what the policy declares, and inputs."""
+        own = [one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read]
+        return (*own, *(told(name) for name, row in INPUTS.items() if row.told and name in read))
 
 
 def _docstring(policy: syn.Policy) -> str:

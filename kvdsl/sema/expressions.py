@@ -235,7 +235,7 @@ class Expressions(Forms):
         if isinstance(definition, TensorName):
             return values.read_tensor(definition.tensor)
         if isinstance(definition, GivenName):
-            return values.read_given(definition.given.name)
+            return values.read_given(definition.given)
         if isinstance(definition, SlotName):
             help = offer(f"write `{node.name}.position`, say")
             self._report(codes.OTHERS, node.span, f"`{node.name}` is a slot, not a value", help)
@@ -363,7 +363,7 @@ class Expressions(Forms):
             return self._expand(node, function, function.let.parameters, scope)
         if isinstance(definition, Bound) and definition.value is None:
             return None
-        if definition is not None or name in NAMED_INPUTS:
+        if definition is not None or name in NAMED_INPUTS - NAMED_FUNCTIONS:
             message = f"`{name}` is not a function"
             self._report(
                 codes.NOT_A_FUNCTION, node.function.span, message, instead("leave out the parentheses", name, node.span)

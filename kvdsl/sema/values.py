@@ -11,6 +11,7 @@ from kvdsl.ir.nodes import (
     Axis,
     Expr,
     Fold,
+    Given,
     GivenRef,
     Input,
     Number,
@@ -63,7 +64,14 @@ def number(value: float) -> Value:
 def read_input(name: str) -> Value:
     """An input."""
     axes = INPUTS[name].axes
+    if INPUTS[name].told:
+        return read_given(told(name))
     return Value(Input(name=name), axes, observes=name == "observed", spaces=_OF_KEYS if Axis.DIM in axes else NO_SPACES)
+
+
+def told(name: str) -> Given:
+    """What the cache is told of a token by itself."""
+    return Given(name=name, default=0, source=name)
 
 
 def read_param(name: str) -> Value:
@@ -78,9 +86,11 @@ def read_tensor(tensor: Tensor) -> Value:
     return Value(ref, frozenset({Axis.DIM}), spaces=_OF_KEYS) if dims else Value(ref)
 
 
-def read_given(name: str) -> Value:
-    """What the caller gives of a token."""
-    return Value(GivenRef(name=name), frozenset({Axis.SLOT}))
+def read_given(given: Given) -> Value:
+    """What the cache is told of a token; of a span, whether the token lies in it."""
+    marked = given.source == "spans"
+    value = Value(GivenRef(name=given.name, marked=marked), frozenset({Axis.SLOT}))
+    return call("!=", value, number(0)) if marked else value
 
 
 def call(op: str, *args: Value) -> Value:

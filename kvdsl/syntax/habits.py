@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvdsl.helps import Help, add, named_and_added, offer
+from kvdsl.helps import add, offer
 from kvdsl.helps import operand as operand_of
 from kvdsl.syntax.nodes import Call
 
@@ -55,11 +55,6 @@ NAMES: dict[str, str] = dict([
 
 IDS = frozenset(
     [
-        "token",
-        "token_id",
-        "token_ids",
-        "input_ids",
-        "id",
         "is_special",
         "special",
         "newline",
@@ -71,16 +66,17 @@ IDS = frozenset(
 )
 """Names of what a policy does not read of a token, but the caller may give."""
 
-TURNS = frozenset(["turn", "turns", "current_turn", "turn_start", "last_turn"])
+TURNS = frozenset(["current_turn", "turn_start", "last_turn"])
 
 
 def of_name(name: str) -> str | None:
     """The help for a name in an expression that means nothing here, or something else."""
+    if name in ("token_id", "token_ids", "input_ids", "id"):
+        return offer("write `token`", ", which is the token's id")
     if name in IDS:
         return add(f"a policy reads no text: add `given {name} = 0`", ", a number of each token that the caller gives")
     if name in TURNS:
-        text = "`turn(x, n)` rotates keys, and where a chat's turn began is not known: add `given turn_start = 0`, which the caller gives"
-        return Help(text, lambda span: named_and_added(span, "turn_start", "given turn_start = 0"))
+        return "`turn` is the turn in which a token came, and `turns` how many have ended: `keep where turn == turns`, say"
     return NAMES.get(name)
 
 

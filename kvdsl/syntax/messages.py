@@ -77,7 +77,7 @@ def ends_in_operator(last: Token) -> bool:
 
 def explain(stuck: Stuck) -> Explanation:
     """The code, place, message, help and labels for an unexpected token."""
-    for case in (_unclosed, _stray_bracket, _next_statement, _form, _statement, _operator, _docstring):
+    for case in (_unclosed, _stray_bracket, _step, _next_statement, _form, _statement, _operator, _docstring):
         explanation = case(stuck)
         if explanation is not None:
             return explanation
@@ -163,6 +163,23 @@ def _next_statement(stuck: Stuck) -> Explanation | None:
         return codes.SYNTAX, stuck.span, f"expected `,` before `{stuck.token}`", prefix("write `,` between clauses", ","), ()
     help = prefix("write `;` between statements, or begin a new line", ";")
     return codes.SYNTAX, stuck.span, f"expected a new line or `;` before `{stuck.token}`", help, ()
+
+
+def _step(stuck: Stuck) -> Explanation | None:
+    """A word that begins no step of a test, where `turn` stands alone."""
+    from kvdsl.reference import STEPS, first_word
+
+    first = stuck.tokens[stuck.begin] if stuck.begin < stuck.at else None
+    if first is None or first.type != "NAME" or stuck.at != stuck.begin + 1 or stuck.accepts - {"_SEP", "RBRACE"}:
+        return None
+    if str(first) == "turn":
+        return codes.SYNTAX, stuck.span, "`turn` stands alone: a turn of the chat has ended", None, ()
+    word, span = (
+        printable(str(first)[:64]),
+        stuck.statement.file.span(stuck.statement.start, stuck.statement.start + len(first)),
+    )
+    help = did_you_mean(word, ["turn", *map(first_word, STEPS)])
+    return codes.STATEMENT, span, f"unknown statement `{word}`", help, ()
 
 
 def _statement(stuck: Stuck) -> Explanation | None:

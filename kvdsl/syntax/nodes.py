@@ -129,8 +129,9 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "across": (("heads", "layers"),),
     "sketch": (("dims",), ("queries",)),
     "over_last": (("queries",),),
+    "input_span": (("NAME",), ("spans",)),
 }
-"""The axes that rules of the grammar name: of each place in a rule, what can stand there."""
+"""The axes, or what else has no other name, that rules of the grammar name: of each place in a rule, what can stand there."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +188,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Given:
-    """`given NAME [= EXPR]`."""
+    """`input NAME [= EXPR]`, in edition 1 `given`; or with a `source` `input NAME from spans`."""
 
     span: Span
     name: Word
     default: Expr | None
     override: bool = False
+    source: Word | None = None
 
 
 Named = Param | Let | Tensor | Given
@@ -406,7 +408,14 @@ class Expect:
     word: Word | None = None
 
 
-Step = Use | Set | Prompt | Incoming | Expect
+@dataclass(frozen=True)
+class Turn:
+    """`turn`: a turn of the chat has ended."""
+
+    span: Span
+
+
+Step = Use | Set | Prompt | Incoming | Turn | Expect
 Kind = TypeVar("Kind", bound=Step)
 
 

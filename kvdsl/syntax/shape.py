@@ -108,6 +108,10 @@ class _Shaper:
             name, default = tree.children
             known = None if default is None else self._expr(default)
             return syn.Given(self._span(tree), self._word(name), known, override)
+        if kind == "input_span":
+            name, source = tree.children
+            self._named("input_span", "from", source, 1)
+            return syn.Given(self._span(tree), self._word(name), None, override, self._word(source))
         if kind.startswith("keep_"):
             return self._keep(tree, override)
         return self._single(tree, override)

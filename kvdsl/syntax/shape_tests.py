@@ -10,7 +10,7 @@ from lark import Token, Tree
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean
-from kvdsl.reference import NO_NUMBERS, PLACES, VALUES, VECTORS
+from kvdsl.reference import NO_NUMBERS, PLACES, STEPS, VALUES, VECTORS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
@@ -40,7 +40,14 @@ class TestShaper:
             return syn.Prompt(span, tuple(self._incoming(child) for child in _trees(tree)))
         if kind in ("attend", "token", "times"):
             return self._incoming(tree)
+        if kind == "turn":
+            return self._turn(span)
         return self._expect(span, kind, tree)
+
+    def _turn(self, span: Span) -> syn.Turn:
+        if span.text != "turn":
+            self.sink.report(codes.STATEMENT, span, f"unknown statement `{span.quoted()}`", did_you_mean(span.text, STEPS))
+        return syn.Turn(span)
 
     def _incoming(self, tree: Tree[Token]) -> syn.Incoming:
         if tree.data == "times":

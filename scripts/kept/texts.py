@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.compiler import analyse, find_policy
-from kvdsl.ir.nodes import Policy
+from kvdsl.ir.nodes import Given, Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
 from tests.gallery.formulas import METHODS
@@ -135,14 +135,21 @@ def forwards(subject: Subject, text: str, shaken: float = 0.0) -> list[Forward]:
         shaken: by how much, in proportion, every number is made larger or smaller.
     """
     draw = _Draw(subject, text, shaken)
-    names = [given.name for given in subject.policy.given]
+    told = subject.policy.given
     made = []
     for number, tokens in enumerate(TEXTS[text]):
         shape = (subject.layers, HEADS, tokens)
-        given = {name: draw(f"{number} {name}", shape) for name in names}
+        given = {one.name: _told(one, draw(f"{number} {one.name}", shape)) for one in told}
         vectors = (draw(f"{number} {name}", (*shape, *dims)) for name, dims in _VECTORS.items())
         made.append(Forward(*vectors, given))
     return made
+
+
+def _told(given: Given, numbers: Array) -> Array:
+    """What the cache is told of tokens: of spans whether they lie in them, all heads alike; it is the first turn."""
+    if given.source == "turn":
+        return np.zeros_like(numbers)
+    return np.broadcast_to(numbers[:1, :1] > 0, numbers.shape).astype(np.float64) if given.source == "spans" else numbers
 
 
 _VECTORS = {"query": (GROUP, DIMS), "key": (DIMS,), "value": (DIMS,)}

@@ -64,8 +64,8 @@ def test_a_help_that_quotes_code_has_an_edit() -> None:
 @pytest.mark.parametrize(
     ("lines", "help"),
     [
-        ("keep where token == 198", "add `input token = 0`"),
-        ("keep where position >= turn", "add `input turn_start = 0`"),
+        ("keep where newline > 0", "add `input newline = 0`"),
+        ("keep where position >= turn_start", "`keep where turn == turns`, say"),
         ("given importance from caller", "write `input importance`"),
         ("param sizes = [1, 2]", "come from a file: `input sizes [layers] from"),
     ],

@@ -49,7 +49,7 @@ from kvdsl.passes.fold import fold, fold_expression, value_of
 from kvdsl.passes.normal import conditions, page_of_key, together
 from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled, reads_data
 
-from .given import GIVEN
+from .given import GIVEN, read
 from .tensors import GROUPED, MATRICES, TENSORS
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
@@ -214,7 +214,9 @@ class Maker:
         number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*fixed), lambda: Input(name="live")]
         slot: list[Callable[[], Expr]] = [lambda: Input(name="position"), lambda: Input(name="age")]
         number += [lambda: self.tensor(dims=False)] if any("dims" not in one.axes for one in self.tensors) else []
-        slot += [lambda: GivenRef(name=self.one_of(*(one.name for one in self.given)))] if self.given else []
+        slot += [lambda: read(self.one_of(*self.given))] if self.given else []
+        if any(one.source == "turn" for one in self.given):
+            number += [lambda: Input(name="turns")]
         return self.one_of(*[lambda: self.own_leaf(place)] * 5, *slot, *number)()
 
     def own_leaf(self, place: Place) -> Expr:
@@ -390,6 +392,8 @@ class Maker:
         over = ops.REDUCTIONS[op].over
         history = "history" in over and ("queries" not in over or self.rarely())
         decay = self.decay() if ops.REDUCTIONS[op].argument else None
+        if op == "ema" and decay is not None and value_of(decay) == 0:
+            op, decay = "last", None  # as the language reads it
         return Reduce(op=op, axis=QUERY, body=body, last=self.count(7, 1) if history else None, argument=decay)
 
     def decay(self) -> Expr:
@@ -433,7 +437,7 @@ class Maker:
     def of_token(self) -> Expr:
         """What a token has by itself, or its age."""
         body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
-        return self.one_of(body, body, Input(name="age"), *(GivenRef(name=one.name) for one in self.given))
+        return self.one_of(body, body, Input(name="age"), *map(read, self.given))
 
     def of_age(self) -> Expr:
         """Whether a token is new."""
@@ -683,7 +687,7 @@ class Maker:
         """An expression over dims, and over queries perhaps."""
         body: Expr = Input(name=self.one_of("k", "k", "v"))
         if self.given and self.rarely():
-            body = self.binary("*", body, GivenRef(name=self.given[0].name))
+            body = self.binary("*", body, read(self.given[0]))
         mean = Reduce(op=self.one_of("mean", "max", "sum"), axis=SLOT, body=body)
         if depth == 0 or self.one_of(False, True):
             return self.one_of(Input(name="q"), Input(name="q"), mean)

@@ -289,6 +289,19 @@ class RowStep:
         return None
 
 
+class TurnStep(RowStep):
+    """What the end of a turn did: a settle, and no token."""
+
+    def __init__(self, layer: Layer, heads: list[Head]) -> None:
+        self.layer, self.start, self.heads, self.prompt = layer, [Start(head) for head in heads], heads, False
+        self.tokens = [(layer.settle(heads), [head.sketch for head in heads])]
+        self.outs = np.zeros((len(heads), 0))
+        self.near, self.undecided = 0, False
+
+    def _parts(self, *_: object) -> Iterator[list[Range] | str]:
+        return iter(())
+
+
 def _remembered(policy: Policy) -> list[Column]:
     """The columns that are there after a forward."""
     return [column for column in policy.columns if not (policy.forgets and column.rule == "ring")]

@@ -25,18 +25,20 @@ from kvdsl.errors import KvdslError
 from kvdsl.interp import Call, Head, Layer, resolve_heads
 from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import introduce, slot_state
+from kvdsl.runtime.torch import eviction
 
 from . import given as given_values
 from .inputs import INPUTS
 from .precision import FUSED_16_BITS
 from .random_policies import mixes_dims
-from .row_step import RowStep
+from .row_step import RowStep, TurnStep
 from .tensors import drawn
 
 Array = NDArray[np.float64]
@@ -83,6 +85,7 @@ class Trace:
     expected: int = 0
     given: tuple[tuple[str, float], ...] = ()
     slopes: bool = False
+    ends_turns: bool = False
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -123,7 +126,13 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         ragged=draw.random() < 0.15,
         later=draw.choice([0, 0, 0, 2, 7]),
         slopes=draw.random() < 0.15,
+        ends_turns=draw.random() < 0.7 and reads_turns(policy),
     )
+
+
+def reads_turns(policy: Policy) -> bool:
+    """Whether a policy notices that turns end."""
+    return "turn" in print_policy(policy)
 
 
 @dataclass
@@ -206,6 +215,7 @@ class Run:
         self.prompts = [0] * trace.batch
         self.layers: dict[int, Layer] = {}
         self.heads: list[list[Head]] = []
+        self.turns = 0
         self.tally = Tally()
 
     def run(self) -> None:
@@ -215,6 +225,7 @@ class Run:
         for part in real.split(-(-trace.prompt // trace.chunks), dim=1):
             self._take_prompt(part)
         self._decode()
+        self._end_turn()
         if trace.later:
             first = torch.tensor([min(trace.later, trace.later * row // 2) for row in range(trace.batch)])
             self._take_prompt(self._some(trace.later) & (torch.arange(trace.later) >= first[:, None]))
@@ -228,8 +239,26 @@ class Run:
         self._forward(real, prompt=True)
 
     def _decode(self) -> None:
-        for _ in range(0, self.trace.steps, self.trace.at_once):
+        for step in range(0, self.trace.steps, self.trace.at_once):
+            if step == 2 * self.trace.at_once:
+                self._end_turn()
             self._forward(self._some(self.trace.at_once), prompt=False)
+
+    def _end_turn(self) -> None:
+        """A turn ends, and nothing comes in."""
+        if not self.trace.ends_turns:
+            return
+        self.turns += 1
+        self.layers.clear()
+        before = self.heads
+        for state in self.states:
+            eviction.end_turn(state)
+        self.heads = self._held()
+        for b in range(self.trace.batch):
+            if not (self.policy.settles_turns and before[b][0].seen):
+                self._check_idle(b, before[b], self.heads[b])
+                continue
+            self._compare(b, TurnStep(self._layer(b), before[b]), self.heads[b], np.zeros((len(before[b]), 0)))
 
     def _some(self, tokens: int) -> Tensor:
         """Which of so many tokens come, bool [batch, tokens]: of ragged rows not all."""
@@ -251,7 +280,7 @@ class Run:
         padded = None if real.all() else real.to(trace.device)
         scaling = trace.head_dim**-0.5
         supplied = given_values.drawn(
-            self.policy, (batch, trace.kv_heads, tokens), self.rng, wild=trace.inputs in ("nan", "inf")
+            self.policy, (batch, trace.kv_heads, tokens), self.rng, wild=trace.inputs in ("nan", "inf"), turns=self.turns
         )
         return AttentionCall(
             query,
@@ -285,7 +314,7 @@ class Run:
         ]
         shape = {"heads": trace.kv_heads, "head_offset": HEAD_OFFSET, "tensors": self.tensors}
         numbers = [
-            resolve_heads(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected, **shape)
+            resolve_heads(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected, turns=self.turns, **shape)
             for layer in trace.layers
         ]
         return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed, self.tensors)

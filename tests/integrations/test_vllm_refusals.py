@@ -26,6 +26,13 @@ def test_a_prompt_may_not_leave_more_than_a_page_holds(lazily: str) -> None:
         refuse_policy(SlotState(spec_of(f"{CAPPED}\n{lazily}"), {}))
 
 
+@pytest.mark.parametrize("score", ["where(tool, 1, 2)", "turn", "turns + age"])
+def test_what_requests_do_not_tell(score: str) -> None:
+    policy = spec_of(f"param budget = 12\ninput tool from spans\nscore {score}")
+    with pytest.raises(KvdslError, match="reads spans or turns of the text, which requests to vLLM do not tell yet"):
+        refuse_policy(SlotState(policy, {}))
+
+
 @pytest.mark.parametrize("other", ["", "trigger overflow >= 3\nslack 2\nmax_drop 3", "slack 4\nmax_drop 2"])
 def test_what_leaves_no_more_is_served(other: str) -> None:
     refuse_policy(SlotState(spec_of(f"{CAPPED}\n{other}"), {}))

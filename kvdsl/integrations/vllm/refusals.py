@@ -83,6 +83,10 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} chooses for other layers, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, "
             f"roco, quest and streaming_llm are, in place"
         )
+    if spec.reads_chats:
+        raise KvdslError(
+            f"{spec.name} reads spans or turns of the text, which requests to vLLM do not tell yet: use `kvdsl.chat` with transformers"
+        )
     if spec.supplied:
         raise KvdslError(
             f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"

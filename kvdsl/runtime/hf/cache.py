@@ -337,6 +337,39 @@ class KVCache(Linked, Cache):
         """
         self._supplying.give(self._managed_layer(layer).state, values)
 
+    def mark(self, span: str, /, start: int, end: int | None = None, *, row: int | None = None) -> None:
+        """Say that a stretch of the text lies in one of the policy's spans: tokens that are cached, and tokens to come.
+
+        What has left does not return. Marked twice is marked once, and stretches may overlap, those of several spans, too. `reset()`
+        forgets all marks.
+
+        Args:
+            span: its name in the policy, `input tool from spans`.
+            start: the place of its first token in the text of a row, padding not counted.
+            end: the place behind its last one; None: it goes on until the same `start` is marked with an `end`.
+            row: of a batch; None: in every row.
+
+        Raises:
+            KvdslError: if the policy reads no such span, or if it is no stretch of a row's text.
+        """
+        first = self.layers[self.managed[0]]
+        self._supplying.marks.add(self._spec, span, start, end, row, first.batch_size)
+        for index in self.managed:
+            self.layers[index].mark_cached()
+
+    def end_turn(self) -> None:
+        """Say that a turn of a chat has ended: what comes now is of the next one, and tokens may leave.
+
+        Only policies that read `turn` or `turns` notice. After this `crop` can take back what comes later only.
+
+        Raises:
+            KvdslError: if nothing is cached yet.
+        """
+        if not self.layers[self.managed[0]].length:
+            raise KvdslError("nothing is cached yet, so that no turn has ended")
+        for index in self.managed:
+            self.layers[index].end_turn()
+
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
         """In this block, several tokens that come in one forward act as if each came alone, once there is a prompt.

@@ -38,7 +38,10 @@ def _over(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         watch = _watch_among(args, kwargs)
-        if watch is None or torch.compiler.is_compiling():
+        if watch is None:
+            return own(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            watch.hear_ids(kwargs.get("input_ids", args[0] if args else None))
             return own(self, *args, **kwargs)
         return _watched(watch, own, self, args, kwargs)
 

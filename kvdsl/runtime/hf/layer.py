@@ -23,6 +23,7 @@ from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
+from kvdsl.runtime.torch.eviction import end_turn
 
 ChooseBackend = Callable[[torch.device, torch.dtype], Backend]
 
@@ -92,7 +93,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._has_rate_of_one = False
         self._choose = choose
         self._gradients = Gradients()
-        self._supplying = Supplying() if supplying is None else supplying
+        self.supplying = Supplying() if supplying is None else supplying
         self._module: Callable[[], nn.Module | None] = lambda: None
         sync.enter(self)
 
@@ -191,7 +192,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.length == 0:
             self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:
-            call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key))
+            call = call._replace(supplied=self.supplying.of_forward(self.state, module, call))
         # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
         wanted = call.value.dtype
         call = call.cast(self.state.layout.dtype if self.state.allocated else wanted)
@@ -238,7 +239,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
-        if self._has_rate_of_one or not self._supplying.by_functions(self.state.spec):
+        if self._has_rate_of_one or not self.supplying.by_functions(self.state.spec):
             return False
         return self.undo.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
@@ -309,6 +310,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             if self.sync.is_first(self):
                 self.sync.text.select_rows(rows)
                 self.sync.counting.select_rows(rows)
+                self.supplying.marks.select_rows(rows)
         self.undo.forget()
         self.batch_size = len(rows)
 
@@ -330,8 +332,23 @@ class SlotLayer(Linked, CacheLayerMixin):
         left = self.length - removed
         with plain_tensors():
             self.undo.take_back(self.length, removed)
+        self.mark_cached()  # what returned may have been marked since
         self.counted = left
         self.sync.add(self, -removed)
+
+    # -- what the caller knows of the text -----------------------------------------------------------------------------
+
+    def end_turn(self) -> None:
+        """A turn has ended; see `KVCache.end_turn`."""
+        with plain_tensors():
+            end_turn(self.state)
+        self.undo.forget()
+
+    def mark_cached(self) -> None:
+        """Have the tokens that are held lie in the spans that are marked by now."""
+        if self.state.allocated and self.state.spec.spans:
+            with plain_tensors():
+                self.supplying.marks.mark_cached(self.state)
 
     def offload(self) -> NoReturn:
         """Refuse: the slots are small enough to stay.
@@ -362,7 +379,7 @@ def _fits_a_graph(layer: SlotLayer, call: AttentionCall) -> bool:
     state = layer.state
     if not state.allocated or not state.stays_fixed() or layer.undo.log is not None or call.key.shape[2] != 1:
         return False
-    if layer._has_rate_of_one or not layer._supplying.by_functions(state.spec):
+    if layer._has_rate_of_one or not layer.supplying.by_functions(state.spec):
         return False
     return call.key.device == state.position.device and call.key.shape[0] == layer.batch_size
 
@@ -372,7 +389,7 @@ def _attend_in_a_graph(layer: SlotLayer, module: nn.Module, call: AttentionCall)
     assert layer.backend is not None
     with torch.no_grad():
         if layer.state.spec.supplied:
-            call = call._replace(supplied=layer._supplying.of_forward(layer.state, module, call.key))
+            call = call._replace(supplied=layer.supplying.of_forward(layer.state, module, call))
         out = step(layer.backend, layer.state, call.cast(layer.state.layout.dtype)).to(call.value.dtype)
         layer.sync.add(layer, 1)
     layer.sync.ahead = True

@@ -1,4 +1,4 @@
-"""What the caller gives of each token: by functions of what an attention module is given, or beforehand.
+"""What a cache is told of each token: by functions of what an attention module is given, beforehand, or by marks in the text.
 
 Attention sees queries, keys and values only. So once a cache with functions was made for a model, the classes of its modules that know
 their layer tell the cache that comes along what they are given; the attention that follows takes it.
@@ -6,6 +6,7 @@ their layer tell the cache that comes along what they are given; the attention t
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.hf.marks import Marks
 from kvdsl.runtime.lifetimes import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
+from kvdsl.runtime.torch.tokens import new_positions
 
 _HEARS = "_kvdsl_hears"
 """An attribute of the `__call__`s that tell a cache."""
@@ -32,19 +36,23 @@ class Supplying(Linked):
 
     Attributes:
         functions: by the value's name; none after unpickling, until somebody gives them again.
+        marks: the spans of the text.
+        ids: of the tokens of the forward that runs, [batch, tokens]; None where it was given none.
     """
 
-    LINKS = ("_heard",)
+    LINKS = ("_heard", "ids")
 
     def __init__(self) -> None:
         self.functions: dict[str, Supplier] = {}
+        self.marks = Marks()
+        self.ids: Tensor | None = None
         self._given: dict[int, dict[str, Tensor]] = {}
         self._heard: tuple[nn.Module, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Supplying:
         """The same functions; what was given is taken along."""
         made = Supplying()
-        made.functions = dict(self.functions)
+        made.functions, made.marks = dict(self.functions), copy.deepcopy(self.marks, memo)
         made._given = {layer: dict(values) for layer, values in self._given.items()}
         memo[id(self)] = made
         return made
@@ -64,8 +72,9 @@ class Supplying(Linked):
         self._given.setdefault(state.layer, {}).update(values)
 
     def forget(self) -> None:
-        """Nothing has been given."""
+        """Nothing has been given or marked."""
         self._given.clear()
+        self.marks.forget()
         self._heard = None
 
     def by_functions(self, spec: PolicySpec) -> bool:
@@ -77,8 +86,8 @@ class Supplying(Linked):
         """A module of the model was given these hidden states."""
         self._heard = None if hidden is None else (module, hidden)
 
-    def of_forward(self, state: SlotState, module: nn.Module, key: Tensor) -> Tensor:
-        """What is given of a forward's tokens, as in `AttentionCall.supplied`.
+    def of_forward(self, state: SlotState, module: nn.Module, call: AttentionCall) -> Tensor:
+        """What the cache is told of a forward's tokens, as in `AttentionCall.supplied`.
 
         Raises:
             KvdslError: if something is missing that has no default, or if it is of another kind or shape.
@@ -95,9 +104,31 @@ class Supplying(Linked):
                 with torch.no_grad():
                     values[name] = function(module, heard[1])
         with torch.no_grad():
+            values |= self._of_text(state, call)
             return in_rows(
-                state.spec, values, key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
+                state.spec, values, call.key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
             )
+
+    def _of_text(self, state: SlotState, call: AttentionCall) -> dict[str, Tensor]:
+        """What the text says of the new tokens: the spans and the turn that they are in, and which they are; [batch, 1, tokens] each."""
+        found, shape = {}, (len(call.key), 1, call.key.shape[2])
+        if state.spec.spans:
+            position = new_positions(state, call)[:, None]
+            found = {name: self.marks.of_tokens(name, position) for name, _ in state.spec.spans}
+        if "turn" in state.spec.hears:
+            turn = (
+                state.numbers[..., state.spec.numbers.index("turns")]
+                if state.allocated
+                else call.key.new_zeros(len(call.key))
+            )
+            found["turn"] = turn.reshape(len(call.key), -1)[:, :1, None].float().expand(shape)
+        if "token" in state.spec.hears:
+            if self.ids is None or self.ids.shape != (shape[0], shape[2]):
+                raise KvdslError(
+                    f"{state.spec.name} reads `token`, but this forward brought no ids: give the model `input_ids`"
+                )
+            found["token"] = self.ids[:, None].float()
+        return found
 
     def use(self, model: nn.Module, spec: PolicySpec, functions: Mapping[str, Supplier | None]) -> None:
         """From now on, ask these for what the policy's caller gives, None where a default or `give` does.

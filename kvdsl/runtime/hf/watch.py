@@ -55,7 +55,13 @@ class Watch:
         self._sync.require_model()
         self._sync.begin_forward()
         self._sync.guesses = guesses
+        self.hear_ids(ids)
         self._sync.text.note(ids, embeddings, self._sync.length)
+
+    def hear_ids(self, ids: Tensor | None) -> None:
+        """Note which tokens a forward brings, if the policy asks; also while it is compiled."""
+        if "token" in self._layers[0].state.spec.hears:
+            self._layers[0].supplying.ids = ids
 
     def hear_positions(self, module: nn.Module, positions: Tensor | None) -> None:
         """Note the position ids that a module is given, if it is the model's text part and the policy counts positions."""

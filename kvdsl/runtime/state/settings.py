@@ -35,6 +35,7 @@ class Settings(Linked):
 
     Attributes:
         heads: which of the layer's KV heads it is for: all that there are, until keys tell.
+        turns: how many turns have ended.
     """
 
     LINKS = ("spec", "_resolved")
@@ -48,6 +49,7 @@ class Settings(Linked):
         self.layer = layer
         self.layers = layers
         self.heads = slice(None)
+        self.turns = 0
         self._resolved: tuple[Tensor, Table] | None = None
 
     def resolve(self, prompt: Tensor, device: torch.device | None = None) -> Tensor:
@@ -85,7 +87,8 @@ class Settings(Linked):
             given.per_row(named[name]).clamp(max=_LARGEST if name in _SIZES else torch.inf) for name in self.spec.numbers
         )
         found = Table(self.spec, torch.stack([*columns], -1))
-        if self.spec.tensors is None and not given.layer_was_read:
+        alike = self.spec.tensors is None and not given.layer_was_read
+        if alike and "turns" not in self.spec.numbers:  # a turn's end changes that table
             Settings._latest = self.spec, asked, found
         return found
 
@@ -155,11 +158,11 @@ class Settings(Linked):
 
     def _given(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> Given:
         if self.spec.tensors is None:
-            return Given(self.spec.name, values, prompt, layer, self.layers)
+            return Given(self.spec.name, values, prompt, layer, self.layers, turns=self.turns)
         tensors = self.spec.tensors.numbers(layer, self.heads)
         if self.spec.heads_differ:
             prompt = prompt[:, None].expand(-1, max(len(one) for one in tensors.values()))
-        return Given(self.spec.name, values, prompt, layer, self.layers, tensors)
+        return Given(self.spec.name, values, prompt, layer, self.layers, tensors, self.turns)
 
     def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
         """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""

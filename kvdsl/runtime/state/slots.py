@@ -178,6 +178,7 @@ class SlotState(Linked):
         self.column_index.ring_sizes = ()
         self.workspace: Any = None
         self.expected = 0
+        self.settings.turns = 0
         for name in self._own:
             setattr(self, name, NOTHING)
         self.layout.forget()

@@ -159,6 +159,22 @@ def _nobody_leaves(held: Held, excess: Excess) -> bool:
     return not bool((leaving > 0).any())
 
 
+def end_turn(state: SlotState) -> None:
+    """Count a turn that has ended, in place, and let leave what may then.
+
+    Raises:
+        KvdslError: as `settle` does.
+    """
+    state.settings.turns += 1
+    if not state.allocated:
+        return
+    if "turns" in state.spec.numbers:
+        state.numbers[..., state.spec.numbers.index("turns")] = state.settings.turns
+    if state.spec.settles_turns and state.evicts:
+        state.forget_copies(halves=False)
+        settle(held_in_slots(state, state.seen > 0), then=partial(state.layout.settled, state.position))
+
+
 def make_room(held: Held) -> None:
     """Under a hard cap: evict before a token is placed."""
     if held.waits and held.state.together is not None:

@@ -1,0 +1,199 @@
+"""Chat with a model, and mark in its cache what the policy reads of the text: roles, thinking and turns.
+
+A message's stretch of the text is found by the tokenizer's chat template, its markup included, and marked by its role where the policy
+reads a span of that name. What the model thinks is marked as it is generated, before it is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from kvdsl.errors import KvdslError
+from kvdsl.generation.models import encode
+from kvdsl.runtime.hf.cache import KVCache
+from kvdsl.runtime.hf.versions import with_cache
+
+Message = Mapping[str, Any]
+
+_REPLY = "\ue000kvdsl's reply\ue000"
+"""Stands for what the model said in the conversation that the template renders: in the cache lies that itself."""
+
+THINK = ("<think>", "</think>")
+"""What stands around thinking in the texts of most models that think."""
+
+
+def chat(model: Any, tokenizer: Any, cache: KVCache, *, thinks: tuple[str, str] = THINK) -> Chat:
+    """A chat, `talk = kvdsl.chat(model, tokenizer, cache)`; `talk("Hello")` is a turn of it.
+
+    Args:
+        cache: a fresh one of the model's.
+        thinks: what the model writes around its thinking; that becomes the span `think`.
+
+    Raises:
+        KvdslError: if the tokenizer has no chat template, or if the cache has seen a text.
+    """
+    return Chat(model, tokenizer, cache, thinks)
+
+
+class Chat:
+    """A conversation of one row.
+
+    Attributes:
+        messages: all so far, the model's own included.
+        ids: the text so far as tokens; the last may not be cached yet.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, cache: KVCache, thinks: tuple[str, str] = THINK) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise KvdslError(
+                f"{type(tokenizer).__name__} of {tokenizer.name_or_path} has no chat template: give it the model's, or use `generate`"
+            )
+        if cache.get_seq_length() != 0:
+            raise KvdslError("the cache has seen a text already: call `cache.reset()` before the chat")
+        self.messages: list[Message] = []
+        self.ids: list[int] = []
+        self._model, self._tokenizer, self._cache, self._thinks = model, tokenizer, cache, thinks
+        self._spans = {name for name, _ in cache.spec.spans}
+
+    def __call__(self, messages: str | Sequence[Message], **settings: Any) -> str:
+        """A turn: read what is new, have the model answer, and end the turn.
+
+        Args:
+            messages: what the user says, or messages as the template takes them, `{"role": "tool", "content": "..."}`.
+            settings: of `generate`, `max_new_tokens` for example.
+
+        Returns:
+            What the model said, its thinking included, without special tokens.
+
+        Raises:
+            KvdslError: for several beams or sequences: a chat has one row.
+        """
+        if settings.get("num_beams", 1) != 1 or settings.get("num_return_sequences", 1) != 1:
+            raise KvdslError("a chat has one row: leave `num_beams` and `num_return_sequences` out")
+        said: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        thoughts = _Thoughts(self._tokenizer, self._cache, self._thinks if "think" in self._spans else None)
+        for role, text in self._new_parts(said):
+            self._read(role, encode(self._tokenizer, text), thoughts)
+        reply = self._answer(thoughts, settings)
+        self.messages += [*said, {"role": "assistant", "content": reply}]
+        self._cache.end_turn()
+        return reply
+
+    def _read(self, role: str | None, new: list[int], thoughts: _Thoughts) -> None:
+        """Take in a part of the text, which is marked by its role; of the part where an answer begins, thinking may begin there."""
+        if role in self._spans and new:
+            self._cache.mark(role, len(self.ids), len(self.ids) + len(new))
+        if role is None:
+            thoughts.begin(len(self.ids))
+            thoughts.hear(new)
+        self.ids += new
+
+    def _answer(self, thoughts: _Thoughts, settings: Mapping[str, Any]) -> str:
+        """Have the model answer."""
+        begin, device = len(self.ids), self._model.device
+        ids = torch.tensor([self.ids], device=device)
+        if "assistant" in self._spans:
+            self._cache.mark("assistant", begin)
+        out = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), **with_cache(self._cache), stopping_criteria=[thoughts], **settings
+        )
+        made: list[int] = (out if isinstance(out, Tensor) else out.sequences)[0, begin:].tolist()
+        reply: str = self._tokenizer.decode(made, skip_special_tokens=True)
+        ends = self._model.generation_config.eos_token_id
+        if made and made[-1] in ([ends] if isinstance(ends, int) else ends or []):
+            made.pop()  # the template has it, before the next message
+        self.ids += made
+        thoughts.end(len(self.ids))
+        if "assistant" in self._spans and made:
+            self._cache.mark("assistant", begin, len(self.ids))
+        return reply
+
+    # -- the template --------------------------------------------------------------------------------------------------
+
+    def _new_parts(self, said: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
+        """What is new in the text, part by part, with the role of each: of what ends the last answer an empty one, of what begins the next
+        one None.
+        """
+        before = [{**one, "content": _REPLY} if one["role"] == "assistant" else one for one in self.messages]
+        whole = self._rendered([*before, *said], answer=True)
+        at = whole.rindex(_REPLY) + len(_REPLY) if before else 0
+        behind = max(at, self._end_of(before, whole, at)) if before else 0
+        yield "", whole[at:behind]
+        at = behind
+        for count, message in enumerate(said, 1):
+            end = max(at, self._end_of([*before, *said[:count]], whole, at))
+            yield message["role"], whole[at:end]
+            at = end
+        yield None, whole[at:]
+
+    def _end_of(self, messages: Sequence[Message], whole: str, at: int) -> int:
+        """Return where the last of some messages ends in the whole text: up to there their own text is the same."""
+        try:
+            part = self._rendered(messages, answer=False)
+        except Exception:  # templates refuse what they do not expect in many ways: a system prompt alone, for example
+            content = str(messages[-1]["content"]).strip()
+            found = whole.find(content, at)
+            return at if found < 0 else found + len(content)
+        return next(
+            (place for place, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole))
+        )
+
+    def _rendered(self, messages: Sequence[Message], *, answer: bool) -> str:
+        made: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
+        return made
+
+
+class _Thoughts(StoppingCriteria):  # type: ignore[misc]
+    """Reads each generated token before it is cached, marks thinking, and never stops the generation.
+
+    Args:
+        around: what stands before and behind thinking; None: nobody asks.
+    """
+
+    def __init__(self, tokenizer: Any, cache: KVCache, around: tuple[str, str] | None) -> None:
+        self._tokenizer, self._cache, self._around = tokenizer, cache, around
+        self._place = 0
+        self._pieces: list[str] = []
+        self._begun: int | None = None
+
+    def begin(self, place: int) -> None:
+        """Begin to read at this place of the text."""
+        self._place = place
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.hear(input_ids[0, self._place :].tolist())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def hear(self, new: Sequence[int]) -> None:
+        """More tokens have come."""
+        for token in new:
+            self._place += 1
+            if self._around is not None:
+                self._pieces.append(self._tokenizer.decode([token]))
+                self._look(*self._around)
+
+    def _look(self, opening: str, closing: str) -> None:
+        wanted = opening if self._begun is None else closing
+        if wanted not in "".join(self._pieces):
+            return
+        if self._begun is None:
+            self._begun = self._place - self._tokens_of(wanted)
+            self._cache.mark("think", self._begun)
+        else:
+            self._cache.mark("think", self._begun, self._place)
+            self._begun = None
+        self._pieces.clear()
+
+    def _tokens_of(self, marker: str) -> int:
+        """In how many of the last tokens a marker lies."""
+        return next(count for count in range(1, len(self._pieces) + 1) if marker in "".join(self._pieces[-count:]))
+
+    def end(self, place: int) -> None:
+        """The answer has ended, perhaps in the middle of a thought."""
+        if self._begun is not None:
+            self._cache.mark("think", self._begun, place)

@@ -1,0 +1,122 @@
+"""Spans: which stretches of the text the caller has marked, and which tokens lie in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.lifetimes import Linked, plain_tensors
+from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import stays_where_it_is
+
+EVERY_ROW = -1
+_NO_END = 2**31 - 1
+_FIRST_ROOM = 8
+"""For how many stretches of a span a table has room at first; it doubles."""
+
+
+class Marks(Linked):
+    """What is marked in the text of one cache, by the spans' names: shared by its layers.
+
+    A stretch is the row, `EVERY_ROW` for all, and the places in the row's text where it begins and where it has ended. It is said of
+    places, so that tokens may be marked before they come, while they are cached, and when they are taken back and come again.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: dict[str, list[tuple[int, int, int]]] = {}
+        self._tables: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
+        """The same stretches in tables of their own."""
+        made = Marks()
+        made._stretches = {name: list(found) for name, found in self._stretches.items()}
+        memo[id(self)] = made
+        return made
+
+    def forget(self) -> None:
+        """Nothing is marked."""
+        self._stretches.clear()
+        self._fill()
+
+    def add(self, spec: PolicySpec, name: str, start: int, end: int | None, row: int | None, rows: int) -> None:
+        """Mark a stretch; one without an end that begins at the same place ends there.
+
+        Raises:
+            KvdslError: if the policy has no such span, or if it is no stretch of a row's text.
+        """
+        refuse_unknown(spec, name)
+        for what, value in (("start", start), ("end", end), ("row", row)):
+            if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 0):
+                raise KvdslError(f"`{what}` is {value!r}; give a place in the text of one row, 0 or more")
+        if end is not None and end <= start:
+            raise KvdslError(f"a span from {start} to {end} holds no token: `end` is the place behind its last one")
+        if row is not None and rows > 0 and row >= rows:
+            raise KvdslError(f"there is no row {row}: the cache holds {rows} (0 to {rows - 1})")
+        found = self._stretches.setdefault(name, [])
+        at = EVERY_ROW if row is None else row
+        if (at, start, _NO_END) in found:
+            found.remove((at, start, _NO_END))
+        found.append((at, start, _NO_END if end is None else end))
+        self._fill()
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was."""
+        if not self._stretches:
+            return
+        source = rows.tolist()
+        for name, found in self._stretches.items():
+            every = [one for one in found if one[0] == EVERY_ROW]
+            moved = [(row, *one[1:]) for row, old in enumerate(source) for one in found if one[0] == old]
+            self._stretches[name] = every + moved
+        self._fill()
+
+    def of_tokens(self, name: str, position: Tensor) -> Tensor:
+        """Whether tokens at these places, int32 [batch, heads, tokens], lie in a span: float32, of the same shape."""
+        table = self._table(name, position.device)
+        at, first, end = table[:, 0], table[:, 1], table[:, 2]
+        row = torch.arange(len(position), device=position.device)[:, None, None, None]
+        place = position[..., None]
+        inside = (place >= first) & (place < end) & ((at == EVERY_ROW) | (at == row))
+        return inside.any(-1).float()
+
+    def mark_cached(self, state: SlotState) -> None:
+        """Have the tokens that a layer holds lie in what is marked by now."""
+        columns = state.column_index.single(state.columns)
+        for name, column in state.spec.spans:
+            columns[column].copy_(self.of_tokens(name, state.position))
+
+    def _table(self, name: str, device: torch.device) -> Tensor:
+        """int32 [stretches, 3]; what is not used holds no place."""
+        table = self._tables.get(name)
+        if table is None or table.device != device:
+            with plain_tensors():
+                table = torch.zeros(_FIRST_ROOM, 3, dtype=torch.int32, device=device)
+            stays_where_it_is(table)
+            self._tables[name] = table
+            self._fill()
+        return self._tables[name]
+
+    def _fill(self) -> None:
+        """Write the stretches into the tables that are there, in place as long as they have room."""
+        for name, table in self._tables.items():
+            found = self._stretches.get(name, [])
+            with plain_tensors():
+                if len(found) > len(table):
+                    table = table.new_zeros(2 ** (len(found) - 1).bit_length(), 3)
+                    stays_where_it_is(table)
+                    self._tables[name] = table
+                table.zero_()
+                if found:
+                    table[: len(found)] = torch.tensor(found, dtype=torch.int32).to(table.device)
+
+
+def refuse_unknown(spec: PolicySpec, name: str) -> None:
+    """Raise KvdslError for a span that the policy does not read."""
+    names = [known for known, _ in spec.spans]
+    if name not in names:
+        has = f"it reads {', '.join(f'`{known}`' for known in names)}" if names else "it reads none"
+        raise KvdslError(f"{spec.name} has no span `{name}` that could be marked: {has}")
