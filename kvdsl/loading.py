@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError, warn
+from kvdsl.memory import OPTIONS
 from kvdsl.source import Combined, SourceFile
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
 
 
 def load(
-    policy: str | Path | WrittenPolicy, /, *, storage: str | None = None, rope: str | None = None, **settings: Any
+    policy: str | Path | WrittenPolicy,
+    /,
+    *,
+    storage: str | None = None,
+    rope: str | None = None,
+    kv_dtype: str | None = None,
+    **settings: Any,
 ) -> type[KVCache]:
     """The cache class of a shipped policy (`"h2o"`), of a .kv file, or of what `@kvdsl.policy` made, here or in a file that is run for it
     (`"mine.py:calm"`); or of one of them with clauses, `"h2o with when prefill"`.
@@ -37,7 +44,7 @@ def load(
     The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
 
     Args:
-        storage, rope: how caches lie in memory where their constructor is not told.
+        storage, rope, kv_dtype: how caches lie in memory where their constructor is not told.
         settings: defaults of params to change, as `--set` does; `ratio=0.25` is a budget of a quarter of the prompt.
 
     Raises:
@@ -47,15 +54,23 @@ def load(
     from kvdsl.compiler import compile_file
 
     compiled = compile_file(policy, {name: str(value) for name, value in settings.items()})
-    return _laid_out(_with_warnings(compiled), storage, rope)
+    return _laid_out(_with_warnings(compiled), storage=storage, rope=rope, kv_dtype=kv_dtype)
 
 
-def compile(source: str, /, *, storage: str | None = None, rope: str | None = None, **settings: Any) -> type[KVCache]:
+def compile(
+    source: str,
+    /,
+    *,
+    storage: str | None = None,
+    rope: str | None = None,
+    kv_dtype: str | None = None,
+    **settings: Any,
+) -> type[KVCache]:
     """The cache class of a policy that is given as a string. What `kvdsl check` warns of is a Python warning.
 
     Args:
         source: the text of a .kv file; what it imports is looked for in the current folder.
-        storage, rope, settings: as for `load`.
+        storage, rope, kv_dtype, settings: as for `load`.
 
     Raises:
         DiagnosticError: if the policy has errors; the text lists them.
@@ -66,18 +81,18 @@ def compile(source: str, /, *, storage: str | None = None, rope: str | None = No
     if isinstance(source, Path) or ("\n" not in source and Path(source).suffix == ".kv"):
         raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({str(source)!r})` compiles the file")
     compiled = compile_text(source, {name: str(value) for name, value in settings.items()})
-    return _laid_out(_with_warnings(compiled), storage, rope)
+    return _laid_out(_with_warnings(compiled), storage=storage, rope=rope, kv_dtype=kv_dtype)
 
 
-def _laid_out(found: type[KVCache], storage: str | None, rope: str | None) -> type[KVCache]:
+def _laid_out(found: type[KVCache], **options: str | None) -> type[KVCache]:
     """The class, or one like it whose caches lie in memory as these say by default."""
-    spec = found.spec.laid_out(storage, rope)
+    spec = found.spec.laid_out(**options)
     if spec is found.spec:
         return found
     names = {"spec": spec, "__doc__": found.__doc__, "__module__": found.__module__, "__qualname__": found.__qualname__}
     made: type[KVCache] = type(found.__name__, (found,), names)
     assert isinstance(found.origin, Loaded)
-    memory = {name: value for name, value in (("storage", storage), ("rope", rope)) if value is not None}
+    memory = {name: value for name, value in options.items() if value is not None}
     made.origin = Loaded(found.origin.source, {**found.origin.settings, **memory})
     return made
 
@@ -116,8 +131,8 @@ class Loaded:
             changed |= {"budget"} if "ratio" in cache_class.spec.params else {"budget", "ratio"}
         kept = {name: value for name, value in self.settings.items() if name not in changed}
         kept |= {name: str(value) for name, value in settings.items()}
-        storage, rope = kept.pop("storage", None), kept.pop("rope", None)
-        return _laid_out(_with_warnings(compile_found(combine(self.source, clauses), kept)), storage, rope)
+        memory = {name: kept.pop(name, None) for name in OPTIONS}
+        return _laid_out(_with_warnings(compile_found(combine(self.source, clauses), kept)), **memory)
 
     @staticmethod
     def made_again(module: str, name: str, policy: str, expected: str) -> KVCache:

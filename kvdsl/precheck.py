@@ -6,33 +6,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvdsl.errors import KvdslError
+from kvdsl.memory import OPTIONS
 
 if TYPE_CHECKING:
     from kvdsl.ir.nodes import Policy
-
-_MEMORY = ("storage", "rope")
 
 
 def checked_policy(name: str, settings: Mapping[str, str], what: str) -> Policy:
     """Return the policy of a command, which gives it no values per token.
 
     Args:
-        settings: defaults of params to change, and `storage` and `rope`.
+        settings: defaults of params to change, and options of `kvdsl.memory`.
         what: the command, as the subject of an error.
 
     Raises:
         DiagnosticError: if there is no such policy, or if it has errors.
-        KvdslError: if it does not support `storage` or `rope`, or needs a value from its caller.
+        KvdslError: if it does not support an option, or needs a value from its caller.
     """
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
     from kvdsl.explain.facts import laid_out
 
-    params = {key: value for key, value in settings.items() if key not in _MEMORY}
+    params = {key: value for key, value in settings.items() if key not in OPTIONS}
     analysis = analyse(find_policy(name), settings=params)
     if not analysis.ok:
         raise DiagnosticError(analysis.diagnostics)
-    policy = laid_out(analysis.policy, **{key: settings[key] for key in _MEMORY if key in settings})
+    policy = laid_out(analysis.policy, **{key: settings[key] for key in OPTIONS if key in settings})
     refuse_required(policy.name, [(one.name, one.default) for one in policy.given], what)
     return policy
 
@@ -46,7 +45,9 @@ def settings_by_policy(names: Sequence[str], settings: Mapping[str, str], what: 
     has: dict[str, set[str]] = {}
     for name in names:
         policy = checked_policy(name, {}, what)
-        has[name] = {*(param.name for param in policy.params), "storage", *(["rope"] * (policy.positions == "compact"))}
+        has[name] = {*(param.name for param in policy.params), *OPTIONS} - (
+            {"rope"} if policy.positions != "compact" else set()
+        )
     unknown = {key for key in settings if not any(key in own for own in has.values())}
     own = {name: {key: settings[key] for key in settings if key in has[name] | unknown} for name in names}
     for name in names if settings else ():

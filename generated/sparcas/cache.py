@@ -44,6 +44,7 @@ class SparCasCache(KVCache):
         dims: default 16.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
         rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
+        kv_dtype: what keys and values are rounded to and stored in, `int8`, `int4` or `fp8`; None: as the model has them.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
@@ -75,7 +76,8 @@ class SparCasCache(KVCache):
         dims: float = 16,
         storage: str | None = None,
         rope: str | None = None,
+        kv_dtype: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"tokens": tokens, "dims": dims}, storage=storage, rope=rope, backend=backend, seed=seed)
+        super().__init__(model, {"tokens": tokens, "dims": dims}, storage=storage, rope=rope, kv_dtype=kv_dtype, backend=backend, seed=seed)

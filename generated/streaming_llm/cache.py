@@ -45,6 +45,7 @@ class StreamingLLMCache(KVCache):
         ratio: the budget as a ratio of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
         rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
+        kv_dtype: what keys and values are rounded to and stored in, `int8`, `int4` or `fp8`; None: as the model has them.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
@@ -76,7 +77,8 @@ class StreamingLLMCache(KVCache):
         ratio: float | None = None,
         storage: str | None = None,
         rope: str | None = None,
+        kv_dtype: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"sinks": sinks, "budget": 512 if budget is None and ratio is None else budget, "ratio": ratio}, storage=storage, rope=rope, backend=backend, seed=seed)
+        super().__init__(model, {"sinks": sinks, "budget": 512 if budget is None and ratio is None else budget, "ratio": ratio}, storage=storage, rope=rope, kv_dtype=kv_dtype, backend=backend, seed=seed)

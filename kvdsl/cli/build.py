@@ -60,6 +60,10 @@ def command(
 
     if head_dim % 16:
         raise click.BadParameter("is a multiple of 16", param_hint="'--head-dim'")
+    if memory.get("kv_dtype", "model") != "model":
+        raise click.BadParameter(
+            "C++ kernels read every one, and Triton's read none: leave it out", param_hint="'--kv-dtype'"
+        )
     wanted = [target.strip() for target in targets.split(",") if target.strip()]
     shape = {"group": group, "head_dim": head_dim, "dtype": dtype}
     rows = [row for name in names for row in _build(load(name, **memory).spec, wanted, shape, step if report else None)]

@@ -48,6 +48,7 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
       kvdsl explain roco
       kvdsl explain mine.kv --head-dim 64 --dtype float16
       kvdsl explain streaming_llm --storage blocks:32 --rope cached
+      kvdsl explain roco --kv-dtype int4
       kvdsl explain KV0301
       kvdsl explain roco --format html > roco.html
     """
@@ -58,7 +59,7 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
     from kvdsl.explain.facts import as_data, facts, laid_out
 
     source = find_policy(what)
-    found = facts(laid_out(_policy(source, settings), **memory), head_dim, dtype)
+    found = facts(laid_out(_policy(source, settings), **memory), head_dim, dtype, memory.get("kv_dtype", "model"))
     if style == "json":
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
     elif style == "html":

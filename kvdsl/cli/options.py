@@ -15,7 +15,7 @@ from kvdsl.cli.completion import POLICY
 from kvdsl.errors import KvdslError
 from kvdsl.generation.text import read_text
 from kvdsl.lab import lab
-from kvdsl.memory import ROPES, slots_of_a_block
+from kvdsl.memory import KV_DTYPES, OPTIONS, ROPES, slots_of_a_block
 from kvdsl.models import place_of
 from kvdsl.precheck import checked_policy
 
@@ -33,7 +33,7 @@ def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
             if named is not None and policy is not None and named != policy:
                 raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
             chosen = named or policy or default
-            memory = {name: given[name] for name in ("storage", "rope") if given.get(name) is not None}
+            memory = {name: given[name] for name in OPTIONS if given.get(name) is not None}
             checked_policy(chosen, given.get("settings", {}) | memory, f"`{click.get_current_context().command_path}`")
             return command(policy=chosen, **given)
 
@@ -66,22 +66,24 @@ def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 
 
 def memory_options(command: Any) -> Any:
-    """`--storage` and `--rope`, given to the command as `memory: dict[str, str]`: those that are given, as `kvdsl.load` takes them."""
+    """The options of `kvdsl.memory`, given to the command as `memory: dict[str, str]`: those that are given, as `kvdsl.load` takes them."""
 
     @click.option("--storage", metavar="LAYOUT", callback=_storage,
                   help="How slots lie in memory: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
     @click.option("--rope", type=click.Choice(ROPES),
                   help="Compact positions: turn keys as they are read, or keep their rotated halves [default: fused].")  # fmt: skip
+    @click.option("--kv-dtype", type=click.Choice(KV_DTYPES),
+                  help="What keys and values are rounded to and stored in [default: model].")  # fmt: skip
     @wraps(command)
-    def with_memory(storage: str | None, rope: str | None, **given: Any) -> Any:
-        memory = {name: value for name, value in (("storage", storage), ("rope", rope)) if value is not None}
+    def with_memory(**given: Any) -> Any:
+        memory = {name: value for name in OPTIONS if (value := given.pop(name)) is not None}
         return command(memory=memory, **given)
 
     return with_memory
 
 
 def cache_options(command: Any) -> Any:
-    """What a cache is made with: `--set`, `--storage` and `--rope`, given to the command as `settings: dict[str, str]`, all in one."""
+    """What a cache is made with: `--set` and the options of `kvdsl.memory`, given as `settings: dict[str, str]`, all in one."""
 
     @set_option
     @memory_options

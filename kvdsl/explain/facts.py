@@ -13,7 +13,7 @@ from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import has, parts_of, walk
 from kvdsl.lower.plan import PackagePlan
-from kvdsl.memory import keeps_halves, slots_of_a_block
+from kvdsl.memory import keeps_halves, rounds_to, slots_of_a_block, vector_bytes
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import some, value_of
 
@@ -87,6 +87,7 @@ class Facts:
     peaks: tuple[Peak, ...]
     requires: tuple[str, ...]
     budgets: tuple[Budget, ...]
+    kv_dtype: str = "model"
 
     @property
     def bytes_per_head(self) -> tuple[int | None, int | None]:
@@ -98,6 +99,8 @@ class Facts:
     @property
     def key_and_value(self) -> int:
         """Bytes of one token's key and value."""
+        if self.kv_dtype != "model":
+            return 2 * vector_bytes(self.kv_dtype, self.head_dim)
         return 2 * self.head_dim * DTYPES[self.dtype]
 
     @property
@@ -122,7 +125,7 @@ class Facts:
     @property
     def sketch_bytes(self) -> int | None:
         """Bytes of one key over the sketch's dims, which kernels keep in the layers that select; None where the dims are not known."""
-        if self.policy.sketch is None or self.plan.cpp is None:
+        if self.policy.sketch is None or self.plan.cpp is None or self.kv_dtype != "model":
             return 0
         dims = value_of(self.policy.sketch.count, self.values)
         return None if dims is None else int(dims) * DTYPES[self.dtype]
@@ -131,7 +134,7 @@ class Facts:
     def page_bytes(self) -> float | None:
         """One token's share of the smallest and largest key of its page, which kernels also store."""
         select = None if self.plan.cpp is None else self.plan.cpp.select
-        if self.policy.pages is None or select is None or select.by != "page_bound":
+        if self.policy.pages is None or select is None or select.by != "page_bound" or self.kv_dtype != "model":
             return 0
         tokens = value_of(self.policy.pages, self.values)
         return None if tokens is None else self.key_and_value / max(1, int(tokens))
@@ -149,14 +152,19 @@ class Facts:
     @property
     def backends(self) -> list[dict[str, Any]]:
         """Each backend: whether it serves the policy, and why not."""
-        refused = self.plan.refusals
+        refused = dict(self.plan.refusals)
+        if self.kv_dtype != "model":
+            without = ["triton"] if self.policy.select is None else ["triton", "cpu"]
+            refused |= {
+                name: f"keys and values whose `kv_dtype` is `{self.kv_dtype}`" for name in without if name not in refused
+            }
         return [
             {"name": name, "ok": name not in refused, "why_not": refused.get(name)} for name in ("cpu", "torch", "triton")
         ]
 
 
-def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts:
-    """Return the facts about a checked policy in a model with this head size and dtype."""
+def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16", kv_dtype: str = "model") -> Facts:
+    """Return the facts about a checked policy in a model with this head size and dtype, and in a cache with this `kv_dtype`."""
     values = _values(policy)
     read = {node.name for _, expr in statements(policy) for node in parts_of(expr, Input)}
     return Facts(
@@ -169,11 +177,12 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
         peaks=tuple(_peaks(policy, values)),
         requires=tuple(name for name, row in INPUTS.items() if row.reads and name in read),
         budgets=tuple(_budgets(policy, values)),
+        kv_dtype=kv_dtype,
     )
 
 
-def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = None) -> Policy:
-    """The policy as its cache lies in memory with these options.
+def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = None, kv_dtype: str | None = None) -> Policy:
+    """The policy as its cache lies in memory with these options; `kv_dtype`, which `facts` takes, must go with the others.
 
     Raises:
         KvdslError: if it cannot lie so.
@@ -184,7 +193,9 @@ def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = N
         changes = {"storage": "blocks", "block": Number(value=block)} if block else {"storage": "in_place", "block": None}
     if rope is not None:
         changes["rope"] = "cached" if keeps_halves(rope, policy.name, compact=policy.positions == "compact") else "fused"
-    return policy.model_copy(update=changes)
+    found = policy.model_copy(update=changes)
+    rounds_to(kv_dtype or "model", policy.name, halves=found.rope == "cached")
+    return found
 
 
 def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
@@ -396,6 +407,7 @@ def as_data(found: Facts) -> dict[str, Any]:
             "sketch": found.sketch_bytes,
             "pages": found.page_bytes,
             "head_dim": found.head_dim,
+            "kv_dtype": found.kv_dtype,
         },
         "budgets": [{"expression": budget.text, "tokens": budget.tokens} for budget in found.budgets],
         "bytes_per_head": list(found.bytes_per_head) if found.budgets else None,

@@ -258,7 +258,8 @@ def _costs(found: Facts) -> Iterator[str]:
     share = 100 * (found.bytes_per_token / found.key_and_value - 1)
     stands = "the position and the rank" if found.policy.positions == "compact" else "the position"
     yield (
-        f"{found.bytes_per_token} bytes a token and KV head at head size {found.head_dim} in {found.dtype}: "
+        f"{found.bytes_per_token} bytes a token and KV head at head size {found.head_dim} in "
+        f"{found.dtype if found.kv_dtype == 'model' else found.kv_dtype}: "
         f"{found.key_and_value} for key and value, {found.position_bytes} for {stands}, {found.state_bytes} of state "
         f"({share:.1f} % on top)"
     )

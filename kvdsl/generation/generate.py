@@ -134,8 +134,8 @@ def _layer_bytes(layer: Any) -> int:
         return native_bytes(layer)
     if not state.allocated:
         return 0
-    (batch, heads, _), keys, values = state.position.shape, state.layout.key_pool, state.layout.value_pool
-    return int(batch * heads * (keys.shape[-1] + values.shape[-1]) * keys.element_size() * layer.length)
+    dtype = layer.sync.model.dtype if state.packed else state.dtype
+    return int(state.position[..., 0].numel() * sum(state.dims) * dtype.itemsize * layer.length)
 
 
 # -- many rows at once -------------------------------------------------------------------------------------------------

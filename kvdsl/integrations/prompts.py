@@ -83,6 +83,10 @@ def refuse(spec: PolicySpec) -> None:
             f"{spec.name} evicts nothing while a prompt is read, and a cache that is not kvdsl's knows nothing later: generate "
             f"with kvdsl's own cache instead"
         )
+    if spec.kv_dtype != "model":
+        raise KvdslError(
+            "what is left of the prompt goes into a cache that is not kvdsl's, in the model's dtype: leave `kv_dtype` out"
+        )
     if spec.selects:
         raise KvdslError(
             f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache"

@@ -38,6 +38,7 @@ class Layer:
         heads: KV heads of a layer.
         head_offset: the first head's index.
         tensors: what the policy's files hold.
+        kv_dtype: what keys and values are stored in, see `kvdsl.interp.rounding`.
 
     Attributes:
         machines: what runs each head by itself, layer by layer.
@@ -52,6 +53,7 @@ class Layer:
         head_offset: int = 0,
         seed: int = 0,
         tensors: Tensors = NO_TENSORS,
+        kv_dtype: str = "model",
     ) -> None:
         layers = [numbers] if isinstance(numbers, Numbers) else list(numbers)
         by_head = [own for layer in layers for own in ([layer] * heads if isinstance(layer, Numbers) else layer)]
@@ -60,7 +62,7 @@ class Layer:
         indices = [head_offset + head for _ in layers for head in range(heads)]
         self.policy = policy
         self.machines = tuple(
-            Operations(policy, own, call, head, seed, tensors)
+            Operations(policy, own, call, head, seed, tensors, kv_dtype)
             for own, call, head in zip(by_head, calls, indices, strict=True)
         )
 

@@ -29,8 +29,9 @@ class Interpreter(Operations):
     def layer(self) -> Layer:
         """The head alone."""
         return Layer(
-            self.policy, self.numbers, self.call, heads=1, head_offset=self.head_index, seed=self.seed, tensors=self.tensors
-        )
+            self.policy, self.numbers, self.call, heads=1, head_offset=self.head_index, seed=self.seed, tensors=self.tensors,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
 
     def prefill(
         self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Mapping[str, ArrayLike] = NOTHING

@@ -29,6 +29,7 @@ from kvdsl.interp.head import Head
 from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
+from kvdsl.interp.rounding import rounded
 from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
@@ -54,6 +55,7 @@ class Operations:
     head_index: int = 0
     seed: int = 0
     tensors: Tensors = field(default_factory=dict)
+    kv_dtype: str = "model"
 
     @cached_property
     def constants(self) -> dict[str, Array]:
@@ -97,8 +99,12 @@ class Operations:
     # -- a token ---------------------------------------------------------------------------------------------------
 
     def place(self, head: Head, key: Array, value: Array, supplied: Supplied = NOTHING) -> None:
-        """Put L new tokens, [L, D] and [L, Dv], and what the caller gives of them, into slots of their own."""
+        """Put L new tokens, [L, D] and [L, Dv], and what the caller gives of them, into slots of their own.
+
+        Keys and values are rounded as `kv_dtype` says, and are that from then on, to the tokens' own queries, too.
+        """
         old = head.live
+        key, value = rounded(key, self.kv_dtype), rounded(value, self.kv_dtype)
         head.append(key, value, filled(self.policy, supplied, len(key)))
         new = np.arange(old, head.live)
         scope = self.scope(head, new, head.seen - 1)

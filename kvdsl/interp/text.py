@@ -27,7 +27,7 @@ class Text:
     Args:
         given: the policy's params by name.
         expected: what `prompt` is at least.
-        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`.
+        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`, `kv_dtype`.
 
     Attributes:
         heads: what each KV head has cached.

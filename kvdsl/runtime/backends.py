@@ -22,6 +22,7 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
         KvdslError: if the named backend is unknown or cannot serve such tensors.
     """
     check_name(name)
+    dtype = dtype if spec.kv_dtype == "model" else torch.float32  # what is read then
     if name == "torch":
         return TorchBackend()
     fused = {"cpu": _cpu, "cuda": _triton}.get(device.type) if name == "auto" else {"cpu": _cpu, "triton": _triton}[name]

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdsl.abi import ABI
-from kvdsl.memory import keeps_halves, slots_of_a_block
+from kvdsl.memory import keeps_halves, rounds_to, slots_of_a_block
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvdsl.runtime.given import Given
     from kvdsl.runtime.tensors import Tensors
+
+
+Memory = tuple[int | None, bool, str]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class PolicySpec:
         compact: whether a key's rotary position is its rank among the live slots.
         rotates: whether an expression asks how keys are rotated. `reads_text`: whether the score reads all queries of the prompt.
         rope_cached: whether a key's rotated half is kept beside it. block: how many slots lie together in a block, 0: they lie in
-            place; None: as the number `block` says, if there is one. Both are options of a cache, and what a package has is their default.
+            place; None: as the number `block` says, if there is one. kv_dtype: what keys and values are stored in. These are options of a
+            cache, and what a package has is their default.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
         supplied: the values of each token that the caller gives, and their defaults, None where there is none.
@@ -107,6 +111,7 @@ class PolicySpec:
     reads_text: bool = False
     rope_cached: bool = False
     block: int | None = None
+    kv_dtype: str = "model"
     vectors: bool = False
     tensors: Tensors | None = None
     tensors_of_values: bool = False
@@ -150,7 +155,7 @@ class PolicySpec:
         """Whether slots lie in blocks."""
         return "block" in self.numbers if self.block is None else self.block > 0
 
-    def laid_out(self, storage: str | None = None, rope: str | None = None) -> PolicySpec:
+    def laid_out(self, storage: str | None = None, rope: str | None = None, kv_dtype: str | None = None) -> PolicySpec:
         """The policy in a cache that lies in memory as these options say; None: as it does.
 
         Raises:
@@ -158,7 +163,7 @@ class PolicySpec:
         """
         block = self.block if storage is None else slots_of_a_block(storage)
         cached = self.rope_cached if rope is None else keeps_halves(rope, self.name, compact=self.compact)
-        return self.with_memory((block, cached))
+        return self.with_memory((block, cached, rounds_to(kv_dtype or self.kv_dtype, self.name, halves=cached)))
 
     def without(self, target: str) -> str:
         """Why there are no kernels for `cpu` or `triton`, what that costs, and what to write instead, as the package's manifest says."""
@@ -169,14 +174,14 @@ class PolicySpec:
             return f"there are no {'C++' if target == 'cpu' else 'Triton'} kernels in its package (`kvdsl explain` says why)"
 
     @property
-    def memory(self) -> tuple[int | None, bool]:
-        """`block` and `rope_cached`: how a cache lies in memory."""
-        return self.block, self.rope_cached
+    def memory(self) -> Memory:
+        """`block`, `rope_cached` and `kv_dtype`: how a cache lies in memory."""
+        return self.block, self.rope_cached, self.kv_dtype
 
-    def with_memory(self, memory: tuple[int | None, bool]) -> PolicySpec:
+    def with_memory(self, memory: Memory) -> PolicySpec:
         """The policy in a cache that lies so."""
-        block, cached = memory
-        return self if memory == self.memory else replace(self, block=block, rope_cached=cached)
+        block, cached, kv_dtype = memory
+        return self if memory == self.memory else replace(self, block=block, rope_cached=cached, kv_dtype=kv_dtype)
 
     def __post_init__(self) -> None:
         if self.abi != ABI:

@@ -25,7 +25,7 @@ _CPP_KEYWORDS = """
 
 _CLASS_NAMES = """
     self cls super model backend seed config device dtype threads args kwargs mode cache layer_idx positions state reset
-    release storage rope
+    release storage rope kv_dtype
 """
 
 _BUILT_IN = NAMED_INPUTS | NAMED_FUNCTIONS

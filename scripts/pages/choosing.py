@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from scripts.pages.markdown import ROOT, table
@@ -122,10 +124,35 @@ def depths_table() -> str:
     return table(("policy", *(f"{depth:.0%} of the way in" for depth in depths)), lines)
 
 
+BITS = (("model", 64), ("int8", 64), ("int4", 64), ("int8", 119), ("int4", 204))
+"""Records of perplexities: the cache's `kv_dtype`, and the budget."""
+
+
+def bits_table() -> str:
+    """Perplexities by bits and budget, and of how many stretches each is lower than that of the first."""
+    losses = {}
+    for column, (kv_dtype, budget) in enumerate(BITS):
+        record = json.loads((ROOT / "results" / "kv_dtype" / f"{kv_dtype}_{budget}.json").read_text(encoding="utf-8"))
+        losses |= {(row["policy"], column): row["losses"] for row in record["rows"]}
+    policies = dict.fromkeys(policy for policy, _ in losses)
+
+    def cell(policy: str, column: int) -> str:
+        own, first = losses.get((policy, column)), losses[policy, 0]
+        if own is None:
+            return "–"
+        better = sum(x < y for x, y in zip(own, first, strict=True))
+        return f"{exp(mean(own)):.2f}" + (f" ({better} of {len(own)})" if column else "")
+
+    heads = (f"{'the model’s dtype' if kv_dtype == 'model' else kv_dtype}, {budget}" for kv_dtype, budget in BITS)
+    lines = ((f"`{policy}`", *(cell(policy, column) for column in range(len(BITS)))) for policy in policies)
+    return table(("policy", *heads), lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "quality": quality_table,
     "everybody": everybody_table,
     "codes": codes_table,
     "depths": depths_table,
     "longer": longer_table,
+    "bits": bits_table,
 }

@@ -46,6 +46,7 @@ class Case:
     rope: str | None = None
     given: tuple[tuple[str, float], ...] = ()
     slopes: bool = False
+    kv_dtype: str = "model"
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -71,6 +72,7 @@ def compare(policy: Policy, spec: PolicySpec, backend: str | Backend, case: Case
         rope=case.rope or "none",
         budget=case.budget if "budget" in spec.params else None,
     )
+    spec = spec.laid_out(kv_dtype=case.kv_dtype)
     served = choose(spec, backend, torch.device(case.device), case.dtype) if isinstance(backend, str) else backend
     run = Run(policy, spec, served, trace)
     run.run()

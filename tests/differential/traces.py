@@ -58,7 +58,7 @@ class Trace:
 
     `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it; `later`: tokens of a prompt
     after the steps, where steps follow again, of which the second row has fewer and the third none; `expected`: prompts count as so
-    many tokens at least; `device`: where the backend's tensors are.
+    many tokens at least; `kv_dtype`: the cache's, of a model in float32; `device`: where the backend's tensors are.
     """
 
     group: int = 2
@@ -86,6 +86,7 @@ class Trace:
     given: tuple[tuple[str, float], ...] = ()
     slopes: bool = False
     ends_turns: bool = False
+    kv_dtype: str = "model"
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -199,7 +200,7 @@ class Run:
         self.given = ({} if trace.budget is None else {"budget": trace.budget}) | dict(trace.given)
         given = {name: self.given.get(name) for name in spec.params}
         sizes = {"layers": LAYERS, "heads": HEAD_OFFSET + trace.kv_heads, "group": trace.group, "dims": trace.head_dim}
-        spec, self.tensors = drawn(spec, sizes, self.rng)
+        spec, self.tensors = drawn(spec.laid_out(kv_dtype=trace.kv_dtype), sizes, self.rng)
         self.states = [
             slot_state(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)
             for layer in trace.layers
@@ -317,7 +318,9 @@ class Run:
             resolve_heads(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected, turns=self.turns, **shape)
             for layer in trace.layers
         ]
-        return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed, self.tensors)
+        return Layer(
+            self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed, self.tensors, trace.kv_dtype
+        )
 
     def _held(self) -> list[list[Head]]:
         """Every row's heads as the backend has them."""
@@ -382,6 +385,8 @@ class Run:
     def _compare(self, row: int, step: RowStep, after: list[Head], outs: Array) -> None:
         tally, tolerance = self.tally, OUT_TOLERANCE[self.trace.dtype]
         tally.steps += len(after)
+        if any(not _same_vectors(held, head) for held, head in zip(after, step.heads, strict=True)):
+            tally.failures.append(f"row {row} at head-step {tally.steps}: keys or values are others than were placed")
         differing = step.differing(after, outs, tolerance)
         if differing or self.check:
             problem = step.problem(after, outs, tolerance)
@@ -392,6 +397,13 @@ class Run:
         if self.check:
             tally.checked += len(after)
             tally.undecided += len(after) * step.undecided
+
+
+def _same_vectors(held: Head, head: Head) -> bool:
+    """Whether the tokens that both hold have the same keys and values, to the bit."""
+    _, mine, its = np.intersect1d(held.position, head.position, return_indices=True)
+    pairs = ((held.key, head.key), (held.value, head.value))
+    return all(np.array_equal(one[mine], other[its], equal_nan=True) for one, other in pairs)
 
 
 def _ropes(trace: Trace) -> tuple[Rope | None, ExactRope | None]:

@@ -41,8 +41,8 @@ def test_who_makes_the_cache_says_how_it_lies(backend: str) -> None:
 
 def test_clauses_leave_it_as_it_was() -> None:
     made = kvdsl.load("equip_h2o", budget=20, **MEMORY).with_("keep first 2")
-    assert made.spec.memory == (4, True)
-    assert made.with_("keep last 3", storage="in_place").spec.memory == (0, True)
+    assert made.spec.memory == (4, True, "model")
+    assert made.with_("keep last 3", storage="in_place").spec.memory == (0, True, "model")
     with pytest.raises(KvdslError, match="leave `rope` out"):
         kvdsl.load("streaming_llm", rope="cached").with_("positions original")
 

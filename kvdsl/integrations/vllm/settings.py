@@ -153,7 +153,9 @@ def parsed(found: Any) -> Settings:
         raise KvdslError(
             f"vLLM's additional_config says `kvdsl`: {found!r}, which names no policy; give for example {example}"
         )
-    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope")}
+    if found.get("kv_dtype", "model") != "model":
+        raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave `kv_dtype` out")
+    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype")}
     for name, value in rest.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KvdslError(

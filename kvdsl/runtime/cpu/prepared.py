@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.build.cxx import INCLUDE
+from kvdsl.memory import KV_DTYPES
 from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.blocks import Blocks
@@ -73,7 +74,7 @@ class Prepared:
     """
 
     def __init__(self, state: SlotState, call: AttentionCall) -> None:
-        state.layout.check_fits(call.key, call.value, *state.position.shape[:2])
+        state.check_fits(call.key, call.value, *state.position.shape[:2])
         self._same = SameTensors(state)
         self._kind = _kind(call)
         self._ring_rows = state.column_index.ring_rows()
@@ -147,9 +148,10 @@ def _tell_tokens(args: DecodeArgs, call: AttentionCall) -> None:
 
 def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
     batch, kv_heads, slots = state.position.shape
-    keys, values = state.layout.key_pool, state.layout.value_pool
+    keys, values, (key_dim, value_dim) = state.layout.key_pool, state.layout.value_pool, state.dims
     args = DecodeArgs(
-        batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
+        batch=batch, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, slots=slots,
+        kv_dtype=KV_DTYPES.index(state.spec.kv_dtype),
         **strides_of(state.numbers), layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
     )  # fmt: skip
     point(

@@ -72,6 +72,8 @@ class TritonBackend:
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         check_release()
+        if spec.kv_dtype != "model":
+            raise KvdslError(f"Triton's kernels do not read keys and values in `{spec.kv_dtype}`: leave `kv_dtype` out")
         if not spec.triton_source.exists():
             raise KvdslError(spec.without("triton"))
         if device.type != "cuda" and not interpreted():
@@ -126,7 +128,7 @@ class TritonBackend:
         Raises:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
         """
-        state.layout.check_fits(call.key, call.value, *state.position.shape[:2])
+        state.check_fits(call.key, call.value, *state.position.shape[:2])
         tokens = call.query.shape[2]
         state.make_room(tokens)
         copies.keep_halves(state, call.rope)

@@ -92,7 +92,7 @@ class Rows:
         Raises:
             KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
         """
-        self._state.layout.check_fits(call.key, call.value, len(call.query), self._state.position.shape[1])
+        self._state.check_fits(call.key, call.value, len(call.query), self._state.position.shape[1])
         with on(call.query.device):
             return self._backend.decode_token(self._state, call, 0, self._work(call), numbers)
 

@@ -59,6 +59,7 @@ class KVCache(Linked, Cache):
         storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as `spec` says.
         rope: whether compact positions turn keys whenever they are read, `fused`, or keep every key's rotated half, `cached`; None: as
             `spec` says.
+        kv_dtype: what keys and values are stored in, one of `kvdsl.memory.KV_DTYPES`; None: as `spec` says.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
         seed: of the policy's `random()`, in 0..4294967295.
 
@@ -80,10 +81,11 @@ class KVCache(Linked, Cache):
         supplied: Mapping[str, Supplier | None] = NO_SUPPLIERS,
         storage: str | None = None,
         rope: str | None = None,
+        kv_dtype: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        spec = self.spec.laid_out(storage, rope)
+        spec = self.spec.laid_out(storage, rope, kv_dtype)
         named = with_ratio(params, spec.params, spec.name)
         params = {name: param(spec.name, name, value) for name, value in named.items()}
         Settings(spec, params).refuse_hopeless()

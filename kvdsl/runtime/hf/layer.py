@@ -102,7 +102,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.rope, self.head_offset, self._choose, self._module = fresh.rope, fresh.head_offset, fresh._choose, fresh._module
         self._gradients = fresh._gradients
         if self.state.allocated:
-            self.backend = self._choose(self.state.position.device, self.state.layout.dtype)
+            self.backend = self._choose(self.state.position.device, self.state.dtype)
             if not self.state.room.grows:
                 stays_where_it_is(*self.state.tensors().values())
 
@@ -195,7 +195,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             call = call._replace(supplied=self.supplying.of_forward(self.state, module, call))
         # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
         wanted = call.value.dtype
-        call = call.cast(self.state.layout.dtype if self.state.allocated else wanted)
+        call = call.cast(self.state.dtype if self.state.allocated or self.state.packed else wanted)
         if self.undo.log is None:
             out = self._serve(call)
         else:
@@ -390,7 +390,7 @@ def _attend_in_a_graph(layer: SlotLayer, module: nn.Module, call: AttentionCall)
     with torch.no_grad():
         if layer.state.spec.supplied:
             call = call._replace(supplied=layer.supplying.of_forward(layer.state, module, call))
-        out = step(layer.backend, layer.state, call.cast(layer.state.layout.dtype)).to(call.value.dtype)
+        out = step(layer.backend, layer.state, call.cast(layer.state.dtype)).to(call.value.dtype)
         layer.sync.add(layer, 1)
     layer.sync.ahead = True
     return out

@@ -12,7 +12,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvdsl.errors import KvdslError
 from kvdsl.runtime.state.room import Room
 from kvdsl.runtime.state.tensors import NOTHING, Declared, in_slots, with_rows
 
@@ -34,7 +33,8 @@ class Layout:
     """Keys and values, and where in them a slot lies.
 
     Tensors, which `DECLARED` names:
-        key_pool [..., key_dim], value_pool [..., value_dim]: the model's dtype. A layout says what their other dimensions are.
+        key_pool [..., key_dim], value_pool [..., value_dim]: the model's dtype, or rows of bytes as `packed` makes them. A layout says
+            what their other dimensions are.
     """
 
     DECLARED: ClassVar[tuple[Declared, ...]] = (Declared("key_pool", batch=None), Declared("value_pool", batch=None))
@@ -104,16 +104,6 @@ class Layout:
         """`where`, of marked slots only: bool [batch, kv_heads, any]."""
         at = self.where(torch.arange(slots.shape[2], device=slots.device))
         return tuple(index.expand_as(slots)[slots] for index in at)
-
-    def check_fits(self, key: Tensor, value: Tensor, rows: int, heads: int) -> None:
-        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers.
-
-        Args:
-            rows: how many are served. heads: KV heads.
-        """
-        found = [(x.dtype, tuple(x.shape[:2]), x.shape[-1]) for x in (key, value)]
-        if found != [(x.dtype, (rows, heads), x.shape[-1]) for x in (self.key_pool, self.value_pool)]:
-            raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
 
     def settled(self, position: Tensor) -> None:
         """A token has been served, and the slots of what left are free: [batch, kv_heads, slots]."""

@@ -17,6 +17,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.columns import ColumnIndex
 from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
 from kvdsl.runtime.state.order import FREE, in_text_order, ranks, text_order
+from kvdsl.runtime.state.packed import dims_of, pack, unpack
 from kvdsl.runtime.state.room import Room
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.shared import Choices, Together
@@ -25,6 +26,7 @@ from kvdsl.runtime.state.tensors import (
     EMPTY,
     MARKED,
     NOTHING,
+    PACKED,
     SLOT_DIM,
     Declared,
     holding,
@@ -258,6 +260,8 @@ class SlotState(Linked):
         )
         order = None if tidy else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
+        if self.packed:
+            kept = kept | {name: kept[rows] for name, rows in zip(("keys", "values"), PACKED, strict=True)}
         self.layout.lay_out(self, kept, order)
         self.forget_copies()
         self.allocated = True
@@ -335,14 +339,42 @@ class SlotState(Linked):
         return self.position.shape[-1]
 
     @property
+    def packed(self) -> bool:
+        """Whether keys and values are stored in another dtype than the model's; all that is computed with them is float32 then."""
+        return self.spec.kv_dtype != "model"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are computed with."""
+        return torch.float32 if self.packed else self.layout.dtype
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dims of a key, and of a value."""
+        key, value = self.layout.key_pool.shape[-1], self.layout.value_pool.shape[-1]
+        return (dims_of(key, self.spec.kv_dtype), dims_of(value, self.spec.kv_dtype)) if self.packed else (key, value)
+
+    @property
     def keys(self) -> Tensor:
-        """[batch, kv_heads, slots, key_dim]; a copy, where the layout is another than slot after slot."""
-        return self.layout.keys(self.slots)
+        """[batch, kv_heads, slots, key_dim]; a copy, where the layout is another than slot after slot, or stores them packed."""
+        return self.read(self.layout.keys(self.slots))
 
     @property
     def values(self) -> Tensor:
         """[batch, kv_heads, slots, value_dim]; likewise."""
-        return self.layout.values(self.slots)
+        return self.read(self.layout.values(self.slots))
+
+    def rows_of(self, vectors: Tensor) -> Tensor:
+        """Keys or values as the layout stores them, [..., dim]."""
+        return pack(vectors, self.spec.kv_dtype) if self.packed else vectors
+
+    def packed_rows(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """The rows of both by name, as in `PACKED`; nothing where they are stored as they are."""
+        return dict(zip(PACKED, (self.rows_of(key), self.rows_of(value)), strict=True)) if self.packed else {}
+
+    def read(self, rows: Tensor) -> Tensor:
+        """What is stored, [..., dim], as keys or values."""
+        return unpack(rows, self.spec.kv_dtype) if self.packed else rows
 
     @property
     def declared(self) -> dict[str, Declared]:
@@ -353,9 +385,23 @@ class SlotState(Linked):
         """Every tensor by name, in the order of `declared`."""
         return self.layout.tensors() | {name: getattr(self, name) for name in self._own}
 
+    def check_fits(self, key: Tensor, value: Tensor, rows: int, heads: int) -> None:
+        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers.
+
+        Args:
+            rows: how many are served. heads: KV heads.
+        """
+        found = [(x.dtype, tuple(x.shape[:2]), x.shape[-1]) for x in (key, value)]
+        if found != [(self.dtype, (rows, heads), dims) for dims in self.dims]:
+            raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
+
     def in_slots(self) -> dict[str, Tensor]:
-        """What has slots one after the other, as in `SLOT_DIM`."""
-        return {name: getattr(self, name) for name in SLOT_DIM}
+        """What has slots one after the other, as in `SLOT_DIM`; and as in `PACKED`, where keys and values are."""
+        if not self.packed:
+            return {name: getattr(self, name) for name in SLOT_DIM}
+        rows = dict(zip(PACKED, (self.layout.keys(self.slots), self.layout.values(self.slots)), strict=True))
+        read = {"keys": self.read(rows["key_rows"]), "values": self.read(rows["value_rows"])}
+        return {name: read[name] if name in read else getattr(self, name) for name in SLOT_DIM} | rows
 
     def bytes(self) -> int:
         """What the tensors occupy."""

@@ -86,6 +86,9 @@ BY_SLOT = (
 )
 """What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
 
+PACKED = ("key_rows", "value_rows")
+"""Keys and values as they are stored, of a cache with another `kv_dtype` than the model's; `keys` and `values` are what is read then."""
+
 SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None and one.of is _every}
 """What has slots one after the other under any policy, and which dimension they are; keys and values so, however a layout stores them."""
 
@@ -153,7 +156,7 @@ def in_slots(name: str, old: Tensor, kept: Tensor, order: Tensor | None, slots: 
 
 def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
     """These slots, [batch, kv_heads, any], of the tensor of that name in `SLOT_DIM`."""
-    dim = SLOT_DIM[name]
+    dim = SLOT_DIM.get(name, 2)
     if tensor.dim() > dim + 1:
         rows, heads = (torch.arange(n, device=order.device) for n in order.shape[:2])
         return tensor[rows[:, None, None], heads[:, None], order]  # whole rows: twice as fast as a gather

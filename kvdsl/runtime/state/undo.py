@@ -29,7 +29,7 @@ class Before:
     Attributes:
         whole: by name what is declared so, and the columns of one number a slot.
         slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
-        keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
+        keys, values: as they are stored, of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
         rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
         filled: `Room.filled`.
     """
@@ -48,7 +48,8 @@ class Before:
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
         unknown = state.spec.hard_cap or state.spec.in_blocks
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
-        keys, values = (state.keys.clone(), state.values.clone()) if slot is None else state.layout.read(slot)
+        everything = torch.arange(state.slots, device=state.position.device)
+        keys, values = state.layout.read(everything if slot is None else slot)
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
         return cls(whole, slot, keys, values, rings, state.room.filled)
 

@@ -94,7 +94,7 @@ class TorchBackend:
         free(state.position, state.rank if state.spec.compact else None, leaving)
         for t, one in enumerate(_one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
-            _overwrite(state, one, slot, new_position, new_position >= 0)
+            one = _overwrite(state, one, slot, new_position, new_position >= 0)
             _unmade_query(state, slot, new_position >= 0)
             _place_in(state, one, slot, new_position >= 0)
             state.seen += new_position[:, 0] >= 0
@@ -114,7 +114,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     if state.spec.hard_cap:
         eviction.make_room(eviction.held_in_slots(state, real[:, 0]))
     slot = _free_slot(state)
-    _overwrite(state, call, slot, new_position, real)
+    call = _overwrite(state, call, slot, new_position, real)
     _place_in(state, call, slot, real)
     state.seen += real[:, 0]
     held = eviction.held_in_slots(state, real[:, 0])
@@ -135,9 +135,10 @@ def _free_slot(state: SlotState) -> Tensor:
     return (state.position == FREE).int().argmax(-1, keepdim=True)
 
 
-def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> None:
-    """Write the new token into its slot; a padding token leaves everything as it was."""
-    state.layout.write(slot, call.key, call.value, real)
+def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> AttentionCall:
+    """Write the new token into its slot; a padding token leaves everything as it was. The call with key and value as they are stored."""
+    rows = state.rows_of(call.key), state.rows_of(call.value)
+    state.layout.write(slot, *rows, real)
     if state.spec.rope_cached and call.rope is not None:
         at, new = slot[..., None].expand(-1, -1, -1, state.half_keys.shape[-1]), call.rope.rotate_half(call.key)
         state.half_keys.scatter_(2, at, torch.where(real[:, None, :, None], new, state.half_keys.gather(2, at)))
@@ -148,6 +149,7 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
+    return call._replace(key=state.read(rows[0]), value=state.read(rows[1]))
 
 
 def _unmade_query(state: SlotState, slot: Tensor, real: Tensor) -> None:

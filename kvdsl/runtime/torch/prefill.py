@@ -224,18 +224,23 @@ def _encode(
 
 
 def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_position: Tensor) -> Kept:
-    """The cached slots and, behind them, a slot for every new token; where nothing is cached, keys and values as they came."""
+    """The cached slots and, behind them, a slot for every new token; where nothing is cached, keys and values as they came, or as they
+    are stored.
+    """
     batch, heads, tokens, _ = call.key.shape
     columns = call.key.new_zeros(state.column_index.rows, batch, heads, tokens, dtype=torch.float32)
     for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
         if INITIAL[rule]:
             column.fill_(INITIAL[rule])
+    rows = state.packed_rows(call.key, call.value)
+    if rows:
+        call = call._replace(key=state.read(rows["key_rows"]), value=state.read(rows["value_rows"]))
     place(state, call, columns)
     position = new_position[:, None].expand(batch, heads, tokens).contiguous()
-    new = {"keys": call.key, "values": call.value, "position": position, "columns": columns}
+    new = {"keys": call.key, "values": call.value, "position": position, "columns": columns} | rows
     if kept is None:
         return new
-    return {name: torch.cat([kept[name], tensor], SLOT_DIM[name]) for name, tensor in new.items()}
+    return {name: torch.cat([kept[name], tensor], SLOT_DIM.get(name, 2)) for name, tensor in new.items()}
 
 
 def _sketch_last_query(state: SlotState, call: AttentionCall, kept: Kept, new_position: Tensor, numbers: Tensor) -> None:

@@ -87,6 +87,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "position": torch.arange(filled, dtype=torch.int32, device=device).expand(heads).contiguous(),
         "columns": columns,
     }
+    kept |= state.packed_rows(kept["keys"], kept["values"])
     state.room.reserves = True
     state.store(kept, prompt, numbers)
     if spec.sketches:
@@ -117,7 +118,7 @@ def decode_step(backend: Backend, state: SlotState) -> Callable[[Token], Tensor]
     rope = rotation(state.keys.shape[-1]) if state.spec.compact else None
 
     def step(token: Token) -> Tensor:
-        query, key, value = token
+        query, key, value = (x.to(state.dtype) for x in token)
         out = backend.decode(state, AttentionCall(query, key, value, None, scaling, rope=rope))
         if not state.spec.bounded:
             state.position[:, :, filled] = FREE
@@ -135,7 +136,7 @@ def rotation(head_dim: int) -> Rope:
 def live_bytes(state: SlotState) -> int:
     """Keys and values of what a step attends to: the live slots and the new token's."""
     live = int((state.position >= 0).sum()) + state.position.shape[0] * state.position.shape[1]
-    return live * (state.keys.shape[-1] * state.keys.element_size() + state.values.shape[-1] * state.values.element_size())
+    return live * sum(pool.shape[-1] * pool.element_size() for pool in (state.layout.key_pool, state.layout.value_pool))
 
 
 # -- what it is compared with ------------------------------------------------------------------------------------------
@@ -151,6 +152,12 @@ def fastest_sdpa(cache: Cache, tokens: list[Token]) -> tuple[str, Callable[[Toke
     return best, ways[best]
 
 
+def _first(held: tuple[Tensor, Tensor], shape: Shape, dtype: torch.dtype) -> Cache:
+    """A copy of the slots that are attended to."""
+    keys, values = (x[:, :, : shape.live].to(dtype, copy=True) for x in held)
+    return Cache(keys, values, shape.group)
+
+
 def candidates(
     backend: Backend, state: SlotState, shape: Shape, tokens: list[Token], repeats: int
 ) -> tuple[dict[str, Candidate], str]:
@@ -159,12 +166,13 @@ def candidates(
     A policy that selects is compared with our own dense step as well; and one sample of it has as many steps as it takes for a
     sketch to be refreshed.
     """
-    cache = Cache(state.keys[:, :, : shape.live].clone(), state.values[:, :, : shape.live].clone(), shape.group)
+    cache = _first((state.keys, state.values), shape, shape.torch_dtype)
+    stored = _first((state.layout.keys(state.slots), state.layout.values(state.slots)), shape, state.layout.dtype)
     scope = len(state.spec.columns) > 1
     way, sdpa = fastest_sdpa(cache, tokens)
     found = {
         "ours": _in_periods(measure.calibrated(baselines.repeated(decode_step(backend, state), tokens)), state),
-        "read": measure.calibrated(lambda: baselines.streaming_read(cache)),
+        "read": measure.calibrated(lambda: baselines.streaming_read(stored)),
         "sdpa": measure.calibrated(baselines.repeated(sdpa, tokens)),
         "folded": measure.calibrated(baselines.repeated(baselines.sdpa_folded(cache), tokens)),
     }

@@ -38,6 +38,7 @@ def on_one_layer(
     least: int = 3,
     random: str = "queries, keys and values",
     given_budget: bool = False,
+    packs: bool = False,
 ) -> Callable[[Any], Any]:
     """What measurements of one layer share: the options that say what is measured, and how often; its policy comes as `spec`.
 
@@ -45,6 +46,7 @@ def on_one_layer(
         repeats, warmup: the defaults; `least`: of repeats.
         random: what the seed is of.
         given_budget: whether a budget may be set; elsewhere `--live` decides it.
+        packs: whether another `--kv-dtype` than the model's may be measured.
     """
 
     def decorate(measure: Any) -> Any:
@@ -70,6 +72,8 @@ def on_one_layer(
         def with_spec(policy: str, backend: str, threads: int | None, settings: dict[str, str], **given: Any) -> None:
             if "budget" in settings and not given_budget:
                 raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
+            if settings.get("kv_dtype", "model") != "model" and not packs:
+                raise click.BadParameter("`bench decode` and `bench generate` measure it", param_hint="--kv-dtype")
             refuse_missing("torch")
             refuse_triton(backend)
             import torch
@@ -92,7 +96,7 @@ def on_one_layer(
 @click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
 @click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
 @click.option("--live", type=click.IntRange(8), default=4096, show_default=True, help="Slots that a step attends to.")
-@on_one_layer()
+@on_one_layer(packs=True)
 def decode(
     spec: PolicySpec, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
     repeats: int, warmup: int, seed: int, as_json: bool,

@@ -14,7 +14,7 @@ class Policies:
     """Cache classes by name, loaded once.
 
     Args:
-        settings: defaults of params to change, and `storage` and `rope`, in those policies that have them.
+        settings: defaults of params to change, and options of `kvdsl.memory`, in those policies that have them.
 
     Raises:
         DiagnosticError: if there is no such policy, or a param that is set is in none of them.

@@ -114,8 +114,9 @@ class Bench:
         told = {}
         for name in self.plan.policies:
             policy = analyse(find_policy(name)).policy
-            rope = dict(self.plan.memory).get("rope") if policy.positions == "compact" else None
-            told[name] = facts(laid_out(policy, rope=rope), head_dim, dtype)
+            memory = dict(self.plan.memory)
+            rope = memory.get("rope") if policy.positions == "compact" else None
+            told[name] = facts(laid_out(policy, rope=rope), head_dim, dtype, memory.get("kv_dtype", "model"))
         return {name: (one.bytes_per_token + one.rotated_half, one.beyond_a_window) for name, one in told.items()}
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair], until: float | None = None) -> list[Row]:

@@ -10,6 +10,7 @@
 
 #include <kvdsl/view.hpp>
 
+#include "packed.hpp"
 #include "rotate.hpp"
 #include "simd.hpp"
 
@@ -46,8 +47,11 @@ inline void find_next(const Layout& layout, int from, int end, int free, Next& n
 // The share of head g, of `Heads`, in what is fetched at d.
 template <int Heads, class T>
 inline void fetch(const void* next, int d, int g) {
-  constexpr int lines = rows_at_once * pair * static_cast<int>(sizeof(T)) / 64, share = (lines + Heads - 1) / Heads;
-  const char* const from = reinterpret_cast<const char*>(static_cast<const T*>(next) + rows_at_once * d);
+  constexpr int bits = rows_at_once * pair * bits_of<T>;
+  constexpr bool slow = bits < 512 && is_packed<T>;  // a line lasts for several d
+  constexpr int lines = slow ? 1 : bits / 512, share = (lines + Heads - 1) / Heads;
+  if (slow && d % (pair * (512 / bits)) != 0) return;
+  const char* const from = static_cast<const char*>(next) + rows_at_once * d * bits_of<T> / 8;
   for (int i = g * share; i < (g + 1) * share && i < lines; ++i) __builtin_prefetch(from + i * 64);
 }
 
@@ -60,9 +64,9 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
   for (int d = 0; d < dim; d += pair) {
     Pair k[n];
     if (d + pair <= dim) {
-      for (int r = 0; r < n; ++r) k[r] = load_pair(static_cast<const T*>(rows[r]) + d);
+      for (int r = 0; r < n; ++r) k[r] = load_whole<T>(rows[r], d, dim);
     } else {
-      for (int r = 0; r < n; ++r) k[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
+      for (int r = 0; r < n; ++r) k[r] = load_part<T>(rows[r], d, dim);
     }
     for (int g = 0; g < Heads; ++g) {
       fetch<Heads, T>(next, d, g);
@@ -73,6 +77,10 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
   }
   float totals[Heads * n];
   sums<Heads * n>(sum, totals);
+  for (int r = 0; has_row_scale<T> && r < n; ++r) {
+    const float scale = row_scale<T>(rows[r], dim);
+    for (int g = 0; g < Heads; ++g) totals[g * n + r] *= scale;
+  }
   for (int g = 0; g < Heads; ++g) {
     for (int r = 0; r < n; ++r) scores[g * scores_stride + r] = totals[g * n + r];
   }
@@ -85,14 +93,18 @@ inline void add_rows(const float* weights, int64_t weights_stride, const void* c
   constexpr int n = rows_at_once;
   Floats weight[Heads][n];
   for (int g = 0; g < Heads; ++g) {
-    for (int r = 0; r < n; ++r) weight[g][r] = once(splat(weights[g * weights_stride + r]));
+    for (int r = 0; r < n; ++r) {
+      float own = weights[g * weights_stride + r];
+      if constexpr (has_row_scale<T>) own *= row_scale<T>(rows[r], dim);
+      weight[g][r] = once(splat(own));
+    }
   }
   for (int d = 0; d < dim; d += pair) {
     Pair v[n];
     if (d + pair <= dim) {
-      for (int r = 0; r < n; ++r) v[r] = load_pair(static_cast<const T*>(rows[r]) + d);
+      for (int r = 0; r < n; ++r) v[r] = load_whole<T>(rows[r], d, dim);
     } else {
-      for (int r = 0; r < n; ++r) v[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
+      for (int r = 0; r < n; ++r) v[r] = load_part<T>(rows[r], d, dim);
     }
     for (int g = 0; g < Heads; ++g) {
       fetch<Heads, T>(next, d, g);

@@ -60,7 +60,12 @@ constexpr Dtype of = {sizeof(T),
                       {put_in_tile<T>, fill_tile<T>, dot_tile<T>},
                       {bound_key<T>, bound_scores<T>}};
 
+template <class T>
+constexpr Stored stored_as = {std::is_same_v<T, Int4>, stored_bytes<T>, dot_block<T>, add_block<T>, pack_stored<T>, unpack_row<T>};
+
 }  // namespace
+
+const Stored stored[3] = {stored_as<Int8>, stored_as<Int4>, stored_as<Float8>};
 
 const Dtype float32 = of<float>, bfloat16 = of<bf16>, float16 = of<f16>;
 

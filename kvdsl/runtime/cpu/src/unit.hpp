@@ -61,6 +61,7 @@ class Unit {
     for (int g = 0; g < args_.group; ++g) {
       steps_.dtype->read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
+      turn_by_hadamard(work_.query + g * work_.query_stride, args_.key_dim);
       if (args_.near) float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     end_ = end_of_held(position_, args_.slots);
@@ -156,8 +157,8 @@ class Unit {
         add_own(i, rows, sums);
         continue;
       }
-      steps_.dtype->add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
-                       work_.out_stride);
+      (stored_ ? stored_->add : steps_.dtype->add)(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows),
+                                                   args_.value_dim, sums, work_.out_stride);
     }
   }
 
@@ -184,6 +185,7 @@ class Unit {
         const float* const other = args_.beside + head * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += share * other[d];
       }
+      turn_by_hadamard(first, args_.value_dim);
       steps_.dtype->write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
     if (steps_.needs_attn) find_attn();
@@ -217,13 +219,14 @@ class Unit {
   Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
         head_(number % args.kv_heads), choice_(args, steps, work_.choice, work_.ones, number) {
+    if (args.kv_dtype) stored_ = &stored[args.kv_dtype - 1];
     if (args.copied) copied_ = args.copied[row_] != 0;
     const int64_t first = int64_t{number} * args.slots;
     if (args.keys) {  // none of a prompt, of which only settles are asked
-      keys_ = layout(args.keys, args.key_dim, number);
-      values_ = layout(args.values, args.value_dim, number);
+      keys_ = layout(args.keys, row_bytes(args.key_dim), number);
+      values_ = layout(args.values, row_bytes(args.value_dim), number);
     }
-    if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, 2 * args.rope_pairs, number);
+    if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, size(2 * args.rope_pairs), number);
     position_ = args.position + first;
     state_ = args.state ? args.state + first : nullptr;
     rank_ = args.rank ? args.rank + first : nullptr;
@@ -233,20 +236,23 @@ class Unit {
 
   int64_t size(int64_t elements) const { return elements * steps_.dtype->size; }
 
-  Layout layout(void* base, int dim, int number) const {
-    if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * size(dim), size(dim)};
-    if (!args_.table) return in_one_piece(base, dim, number);
+  // Of a key or value in the cache.
+  int64_t row_bytes(int dim) const { return stored_ ? stored_->bytes(dim) : size(dim); }
+
+  Layout layout(void* base, int64_t row, int number) const {
+    if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * row, row};
+    if (!args_.table) return in_one_piece(base, row, number);
     if (args_.block_stride) {
-      return {static_cast<char*>(base) + head_ * args_.head_stride, size(dim), args_.block_stride, args_.block_size,
+      return {static_cast<char*>(base) + head_ * args_.head_stride, row, args_.block_stride, args_.block_size,
               args_.table + int64_t{row_} * blocks_of_row(args_)};
     }
-    const int64_t of_a_block = args_.block_size * size(dim);
-    return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, size(dim), of_a_block, args_.block_size,
+    const int64_t of_a_block = args_.block_size * row;
+    return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, row, of_a_block, args_.block_size,
             args_.table + int64_t{row_} * blocks_of_row(args_)};
   }
 
-  Layout in_one_piece(void* base, int dim, int number) const {
-    return {static_cast<char*>(base) + int64_t{number} * args_.slots * size(dim), size(dim)};
+  Layout in_one_piece(void* base, int64_t row, int number) const {
+    return {static_cast<char*>(base) + int64_t{number} * args_.slots * row, row};
   }
 
   static void fetch_row(const Layout& layout, int slot) {
@@ -264,7 +270,10 @@ class Unit {
     ++live_;
     const char* const k = token(args_.key, args_.key_stride, head_, t);
     const char* const v = token(args_.value, args_.value_stride, head_, t);
-    if (past_caches) {
+    if (stored_) {
+      stored_->pack(reinterpret_cast<const float*>(k), args_.key_dim, work_.pairs, keys_.row(slot));
+      stored_->pack(reinterpret_cast<const float*>(v), args_.value_dim, work_.pairs, values_.row(slot));
+    } else if (past_caches) {
       stream(keys_.row(slot), k, size(args_.key_dim));
       stream(values_.row(slot), v, size(args_.value_dim));
     } else {
@@ -274,10 +283,33 @@ class Unit {
     if (args_.half_keys) steps_.dtype->turn_quarter(k, rope(), half_keys_.row(slot));
     for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
     if (!steps_.place) return;
-    steps_.dtype->read(k, args_.key_dim, work_.plain_key, work_.pairs);
-    steps_.dtype->read(v, args_.value_dim, work_.plain_value, work_.pairs);
+    read_new(k, keys_.row(slot), args_.key_dim, work_.plain_key);
+    read_new(v, values_.row(slot), args_.value_dim, work_.plain_value);
     steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
                       column_stride_, params(), constants_of(args_, head_), supplied_of(args_, row_, head_, t)});
+  }
+
+  // A new token's vector, as it is stored, as floats in order.
+  void read_new(const char* given, const void* row, int n, float* plain) {
+    if (!stored_) return steps_.dtype->read(given, n, plain, work_.pairs);
+    stored_->unpack(row, n, work_.pairs);
+    std::memcpy(plain, work_.pairs, sizeof(float) * static_cast<std::size_t>(n));
+  }
+
+  // Rows in fewer bits as floats, zeros where a slot is free: of policies alone that look at keys or values once more.
+  Layout as_floats(const Layout& rows, int dim, float* to, int64_t stride) const {
+    for (int i = 0; i < args_.slots; ++i) {
+      stored_->unpack(position_[i] >= 0 ? rows.row(i) : work_.zeros, dim, to + i * stride);
+    }
+    return {reinterpret_cast<char*>(to), stride * static_cast<int64_t>(sizeof(float))};
+  }
+
+  // Floats in order, to meet rows that are turned, or from these.
+  void turn_by_hadamard(float* x, int n) const {
+    if (!stored_ || !stored_->turned) return;
+    hadamard(x, n);
+    const float part = 1.0f / static_cast<float>(turned_together(n));
+    for (int d = 0; d < n; ++d) x[d] *= part;
   }
 
   const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
@@ -335,23 +367,29 @@ class Unit {
   void dot(int chunk, int from, const Rows& rows) const {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
-    const auto as_they_are = [&] {
-      steps_.dtype->dot(work_.query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+    const auto with = [&](const float* query) {
+      (stored_ ? stored_->dot : steps_.dtype->dot)(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     };
-    if (!args_.near) return as_they_are();
+    if (!args_.near) return with(work_.query);
     const Turns turns = turns_of(from, rows);
-    if (turns.most == 0) return as_they_are();
+    if (turns.most == 0) return with(work_.query);
     if (!turns.differ) {
-      const float* const query = query_turned_back(chunk, turns.most);
-      steps_.dtype->dot(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+      with(query_turned_back(chunk, turns.most));
     } else {
       float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
       Rows halves;
       if (args_.half_keys) halves = rows_of(half_keys_, from);
-      steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
-                        work_.half_key + chunk * stride, keys, stride);
+      if (stored_) {
+        for (int i = 0; i < block; ++i) {
+          stored_->unpack(rows.row[i], args_.key_dim, keys + i * stride);
+          if (turns.by[i]) turn(keys + i * stride, turns.by[i], 1.0f, rope());
+        }
+      } else {
+        steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
+                          work_.half_key + chunk * stride, keys, stride);
+      }
       float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
     }
   }
@@ -418,6 +456,7 @@ class Unit {
       std::memcpy(plain, ordered_query(g), sizeof(float) * static_cast<std::size_t>(args_.key_dim));
       turn(plain, by, -1.0f, rope());
       steps_.dtype->pack(plain, args_.key_dim, turned + g * work_.query_stride);
+      turn_by_hadamard(turned + g * work_.query_stride, args_.key_dim);
     }
     return turned;
   }
@@ -516,6 +555,10 @@ class Unit {
     slots.value_dim = args_.value_dim;
     slots.keys = keys_;
     slots.values = values_;
+    if (stored_ && steps_.reads_rows) {
+      slots.keys = as_floats(keys_, args_.key_dim, work_.read_keys, work_.query_stride);
+      slots.values = as_floats(values_, args_.value_dim, work_.read_values, work_.out_stride);
+    }
     slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
   }
 
@@ -552,6 +595,7 @@ class Unit {
   Workspace work_;
   int row_, head_;
   Choice choice_;
+  const Stored* stored_ = nullptr;  // null: keys and values are in the model's dtype
   Layout keys_{}, values_{}, half_keys_{};
   int32_t* position_;
   float* state_;

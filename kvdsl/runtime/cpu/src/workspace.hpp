@@ -35,6 +35,8 @@ struct Workspace {
   float* inverses;     // [group] 1 / the sum of all exponentials
   float* ones;         // [group]
   float* sums;         // [chunks, group, out_stride] the weighted sums of the values
+  float* read_keys;    // [slots, query_stride] what observe and settle read of keys that are stored in fewer bits
+  float* read_values;  // [slots, out_stride]
   char* zeros;         // stands for the row of a slot that is not visible
   float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
   float* turned_query; // [chunks, group, query_stride]
@@ -73,6 +75,9 @@ struct Workspace {
     turned_query = arena.take<float>(turning * args.group * query_stride);
     turned_keys = arena.take<float>(turning * block * query_stride);
     half_key = arena.take<float>((args.half_keys ? turning : 0) * query_stride);
+    const int read = args.kv_dtype && steps.reads_rows ? args.slots : 0;
+    read_keys = arena.take<float>(read * query_stride);
+    read_values = arena.take<float>(read * out_stride);
     zeros = arena.take<char>(longest * steps.dtype->size);
     if (!zeros) return;
     std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype->size));

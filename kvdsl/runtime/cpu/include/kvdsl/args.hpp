@@ -77,6 +77,7 @@ struct DecodeArgs {
   int32_t pages;
   int32_t block_size;  // slots of a block, where there is a table
   int32_t blocks;      // of the pool
+  int32_t kv_dtype;    // 0: keys and values are in the model's dtype; else rows of bytes, see src/packed.hpp, and the model's is float
   uint32_t seed;
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none

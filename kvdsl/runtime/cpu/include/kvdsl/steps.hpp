@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "dtype.hpp"
 #include "head.hpp"
@@ -33,6 +34,7 @@ struct Steps {
   bool needs_attn;
   bool needs_logit;
   bool hard_cap;
+  bool reads_rows;  // whether observe or settle read cached keys or values
   void (*place)(const Slot&);
   void (*observe)(const Query&);
   void (*settle)(Head&);
@@ -79,6 +81,12 @@ void rank_dims(const Query& query, float* by) {
   Policy::sketch(typed<T>(query), by);
 }
 
+// Whether a policy's observe is a function: one that reads cached keys or values is a template over their dtype.
+template <class Policy, class = void>
+constexpr bool observes_without_rows = false;
+template <class Policy>
+constexpr bool observes_without_rows<Policy, std::void_t<decltype(&Policy::observe)>> = true;
+
 // Whether a policy has columns that a token has by itself.
 template <class Derived>
 constexpr bool places = &Derived::place != &Policy::place;
@@ -105,6 +113,7 @@ constexpr Steps steps = {dtype<T>,
                          Policy::needs_attn,
                          Policy::needs_logit,
                          Policy::hard_cap,
+                         !observes_without_rows<Policy> || Policy::settle_reads_keys,
                          places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
                          settle_slots<T, Policy>,

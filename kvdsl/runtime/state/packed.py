@@ -1,0 +1,116 @@
+"""Keys and values in fewer bits than the model's dtype has: the option `kv_dtype`, of which `kvdsl.interp.rounding` says what it means.
+
+A vector is a row of bytes: codes, and behind them its scales, of two bytes each. So a layout moves such rows as it moves others.
+
+    int8, fp8: [D] codes, one scale. int4: of each 32 dims, 16 bytes with two codes each, of dims i and i + 16 the lower and the upper
+    half; where fewer than 32 dims are left, half as many bytes. Four bits hold a code plus 8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.memory import GROUP
+
+_SMALLEST = 2.0**-126
+
+
+def pack(x: Tensor, kv_dtype: str) -> Tensor:
+    """Vectors, [..., D], as rows of bytes, uint8 [..., bytes].
+
+    Raises:
+        KvdslError: for `int4` of an odd number of dims.
+    """
+    exact = x.float()
+    if kv_dtype == "int4" and x.shape[-1] % 2:
+        raise KvdslError(
+            f"`kv_dtype` is `int4`, which packs dims in pairs, and the model's vectors have {x.shape[-1]}; give `int8`"
+        )
+    if kv_dtype == "int4":
+        return _pack_nibbles(turned(exact))
+    scale, ratio = _scaled(exact, exact.abs().amax(-1, keepdim=True), 127.0 if kv_dtype == "int8" else 448.0)
+    codes = ratio.round().to(torch.int8) if kv_dtype == "int8" else ratio.to(torch.float8_e4m3fn)
+    return torch.cat([codes.view(torch.uint8), _bytes_of(scale)], -1)
+
+
+def unpack(rows: Tensor, kv_dtype: str) -> Tensor:
+    """The vectors of rows of bytes: float32 [..., D]."""
+    if kv_dtype == "int4":
+        found = _unpack_nibbles(rows)
+        return turned(found) * (1 / _block(found.shape[-1]))
+    codes, scale = rows[..., :-2], _scale_of(rows[..., -2:])
+    return codes.view(torch.int8 if kv_dtype == "int8" else torch.float8_e4m3fn).float() * scale
+
+
+def dims_of(row_bytes: int, kv_dtype: str) -> int:
+    """How many dims a vector has whose row takes so many bytes."""
+    if kv_dtype != "int4":
+        return row_bytes - 2
+    groups = -(-row_bytes // (GROUP // 2 + 2))
+    return 2 * (row_bytes - 2 * groups)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Blocks of float32 vectors, [..., D], times a Hadamard matrix, by butterflies."""
+    size, apart = _block(x.shape[-1]), 1
+    shape = x.shape
+    while apart < size:
+        first, second = x.reshape(*shape[:-1], -1, 2, apart).unbind(-2)
+        x = torch.stack([first + second, first - second], -2)
+        apart *= 2
+    return x.reshape(shape)
+
+
+def _block(dims: int) -> int:
+    """The largest power of two that divides the number of dims."""
+    return dims & -dims
+
+
+def _scaled(x: Tensor, size: Tensor, largest: float, sign: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """Of vectors, [..., n], that share a scale each: the scales, [..., 1], and the numbers divided by them; NaN and 0 if one is not finite.
+
+    Args:
+        size: the largest magnitude, [..., 1], which `largest` stands for.
+    """
+    bits = ((size / largest).view(torch.int32) + 0xFFFF) & -0x10000
+    scale = bits.view(torch.float32).clamp(min=_SMALLEST) * sign
+    finite = size.isfinite()
+    return torch.where(finite, scale, torch.nan), torch.where(finite, x / scale, 0.0)
+
+
+def _bytes_of(scale: Tensor) -> Tensor:
+    """The bytes of scales, float32 [..., 1]: uint8 [..., 2]."""
+    return scale.bfloat16().view(torch.uint8)
+
+
+def _scale_of(pairs: Tensor) -> Tensor:
+    """And back: the upper half of a float32's bits. The bytes may lie at any address, so that they are not seen as a number."""
+    low, high = pairs.int().unbind(-1)
+    return (low << 16 | high << 24).view(torch.float32).unsqueeze(-1)
+
+
+def _pack_nibbles(x: Tensor) -> Tensor:
+    dims, codes, scales = x.shape[-1], [], []
+    for at in range(0, dims, GROUP):
+        group = x[..., at : at + GROUP]
+        low, high = group.aminmax(dim=-1, keepdim=True)
+        sign = torch.where(-low >= high, 1.0, -1.0)
+        scale, ratio = _scaled(group, torch.maximum(-low, high), 8.0, sign)
+        code = (ratio.round().clamp(-8, 7) + 8).to(torch.uint8)
+        half = code.shape[-1] // 2
+        codes.append(code[..., :half] | code[..., half:] << 4)
+        scales.append(_bytes_of(scale))
+    return torch.cat([*codes, *scales], -1)
+
+
+def _unpack_nibbles(rows: Tensor) -> Tensor:
+    dims = dims_of(rows.shape[-1], "int4")
+    parts = []
+    for at in range(0, dims, GROUP):
+        half = min(GROUP, dims - at) // 2
+        codes = rows[..., at // 2 : at // 2 + half]
+        scale = _scale_of(rows[..., dims // 2 + at // GROUP * 2 :][..., :2])
+        parts.append((torch.cat([codes & 15, codes >> 4], -1).float() - 8) * scale)
+    return torch.cat(parts, -1)
