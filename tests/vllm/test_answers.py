@@ -70,10 +70,10 @@ def layers(llm: LLM) -> list[AnswerAttention]:
 
 
 def blocks_of(llm: LLM, request: Any) -> list[int]:
-    """A request's, in the layers that the policy serves."""
+    """A request's, in the layers that the policy serves; without a policy in the first ones."""
     here = scheduler(llm)
     groups = here.kv_cache_config.kv_cache_groups
-    served = next(number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, AnswerSpec))
+    served = next((number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, AnswerSpec)), 0)
     return list(here.kv_cache_manager.get_block_ids(request.request_id)[served])
 
 
@@ -111,10 +111,13 @@ class Served:
         return self
 
     def note(self, name: str, read: int, blocks: list[int], prompt: int) -> None:
+        served = layers(self.llm)
+        if not served:  # an engine without a policy
+            return
         state = blocks[-(-prompt // scheduler(self.llm).block_size)]
         self.held.setdefault(name, {})[read] = {
             layer.number: [sorted(place for place in head.tolist() if place >= 0) for head in layer.held(state)]
-            for layer in layers(self.llm)
+            for layer in served
         }
 
 
