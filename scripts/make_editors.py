@@ -82,6 +82,7 @@ _HIGHLIGHTS = """\
 (parameter name: (identifier) @variable.parameter)
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
+(turn (identifier) @keyword)
 
 ((call function: (identifier) @function.builtin) (#match? @function.builtin "^({functions})$"))
 ((call function: (identifier) @function) (#not-match? @function "^({functions})$"))
@@ -91,6 +92,10 @@ _HIGHLIGHTS = """\
 (over (identifier) @constant.builtin)
 {options}
 """
+
+
+_NAMED = {"input_span": "name: (identifier) "}
+"""What stands before the word of a rule that has a name as well."""
 
 
 def highlights() -> str:
@@ -105,7 +110,9 @@ def highlights() -> str:
         operators=strings({*OPERATORS, "=", ".."} - {*SPELT, "/"}),
         functions=_any_of(NAMED_FUNCTIONS),
         inputs=_any_of(NAMED_INPUTS),
-        options="\n".join(f"({rule} (identifier) @constant.builtin)" for rule in sorted({*WORDS, *AXES})),
+        options="\n".join(
+            f"({rule} {_NAMED.get(rule, '')}(identifier) @constant.builtin)" for rule in sorted({*WORDS, *AXES})
+        ),
     )
 
 

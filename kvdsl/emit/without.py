@@ -25,7 +25,6 @@ _INSTEAD = (
     ("`median", "write `mean`"),
     ("a count of `select`", "select a number of tokens that a param gives"),
     ("that is counted over slots", "keep a number of tokens that a param gives"),
-    ("`kv_dtype`", "leave `kv_dtype` out"),
     ("with vectors of query heads", "take a tensor with a vector for each KV head"),
 )
 """What a refusal contains, and what to write instead. That is another policy, so only the user can choose it."""

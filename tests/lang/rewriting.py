@@ -41,7 +41,7 @@ def _statement(p: Draft, one: syn.Statement) -> None:
     elif isinstance(one, syn.Tensor):
         p.input(one.name.text, *(axis.text for axis in one.axes), from_=one.file.text)
     elif isinstance(one, syn.Given):
-        p.input(one.name.text, _maybe(one.default))
+        p.input(one.name.text, _maybe(one.default), from_=one.source and one.source.text)
     elif isinstance(one, syn.Keep):
         _keep(p, one)
     elif isinstance(one, syn.Setting):

@@ -87,7 +87,7 @@ def test_expectations() -> None:
 
 
 def test_the_words_of_tests_are_not_reserved() -> None:
-    names = ("test", "use", "set", "attend", "token", "expect", "rest", "times", "nothing", "nan", "kept", "prompted", "key")
+    names = ("test", "use", "set", "attend", "expect", "rest", "times", "nothing", "nan", "kept", "prompted", "key")
     params = "\n".join(f"param {name} = 1" for name in names)
     text = f'kv 1\npolicy P {{\n"A."\nparam budget = 9\n{params}\nscore position + {" + ".join(names)}\n}}\n'
     assert check(text).policy.params[-1].name == "key"

@@ -40,6 +40,7 @@
 (parameter name: (identifier) @variable.parameter)
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
+(turn (identifier) @keyword)
 
 ((call function: (identifier) @function.builtin) (#match? @function.builtin "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
 ((call function: (identifier) @function) (#not-match? @function "^(acos|ahead|count|enough|floor|fold|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|quantile|random|rank|sum|turn|where)$"))
@@ -50,7 +51,7 @@
 (across (identifier) @constant.builtin)
 (cap (identifier) @constant.builtin)
 (group (identifier) @constant.builtin)
-(input_span (identifier) @constant.builtin)
+(input_span name: (identifier) (identifier) @constant.builtin)
 (over_last (identifier) @constant.builtin)
 (positions (identifier) @constant.builtin)
 (prefill (identifier) @constant.builtin)
