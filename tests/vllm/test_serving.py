@@ -296,4 +296,4 @@ def test_every_engine_of_a_process_has_the_attention_that_it_asks_for() -> None:
         [sys.executable, "-c", f"import tests.vllm.conftest\n{ASKED}"], capture_output=True, text=True, check=True
     )
     found = [line.removeprefix("layers of ") for line in done.stdout.splitlines() if line.startswith("layers of ")]
-    assert found == ["cpu_attn", "attention", "cpu_attn", "answers", "attention"], done.stdout + done.stderr
+    assert found == ["cpu_attn", "attention", "cpu_attn", "answer_attention", "attention"], done.stdout + done.stderr
