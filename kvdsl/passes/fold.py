@@ -1,4 +1,4 @@
-"""Constant folding: computes what does not depend on what is cached, and names the operations that its results make known.
+"""Constant folding: computes what does not depend on what is cached.
 
 Arithmetic is that of 64-bit floats; `%` takes the sign of the divisor, conditions are 0 or 1. What has no finite value is
 left as it is.
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from kvdsl.ir.nodes import Call, Expr, Input, Number, ParamRef, Policy
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 from kvdsl.ir.visitors import bottom_up, children, mapped
-from kvdsl.passes.known import known
 
 
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
@@ -48,13 +47,13 @@ def apply(name: str, *args: float | None) -> float | None:
 
 
 def fold_expression(expr: Expr) -> Expr:
-    """Return the expression with its constant parts computed: `ema(x, 1 - 1)` is `last(x)`."""
+    """Return the expression with its constant parts computed."""
     return bottom_up(expr, _folded)
 
 
 def _folded(expr: Expr) -> Expr:
     value = value_of(expr) if expr.kind == "call" and all(part.kind == "number" for part in children(expr)) else None
-    return known(expr) if value is None else Number(value=value)
+    return expr if value is None else Number(value=value)
 
 
 def fold(policy: Policy) -> Policy:

@@ -78,7 +78,7 @@ def _deviation(expr: Expr) -> Expr | None:
 
 
 def _average(expr: Expr) -> Expr | None:
-    """`fold(d * prev + (1 - d) * x, x)`, where d is known once the prompt is."""
+    """`fold(d * prev + (1 - d) * x, x)`, where d is known once the prompt is; with a d of 0 the newest x."""
     if not isinstance(expr, Fold) or expr.over != "queries" or not is_call(expr.body, "+"):
         return None
     old, new = expr.body.args
@@ -87,14 +87,9 @@ def _average(expr: Expr) -> Expr | None:
     decay, x = old.args[0], expr.start
     if new != call("*", call("-", ONE, decay), x) or Axis.QUERY not in axes_of(x):
         return None
+    if decay == ZERO:
+        return Reduce(op="last", axis=Axis.QUERY, body=x)
     return Reduce(op="ema", axis=Axis.QUERY, body=x, argument=decay)
 
 
-def _newest(expr: Expr) -> Expr | None:
-    """`ema(x, 0)`, also where the 0 has only now been computed."""
-    if not isinstance(expr, Reduce) or expr.op != "ema" or expr.argument != ZERO:
-        return None
-    return expr.model_copy(update={"op": "last", "argument": None})
-
-
-_ROWS: tuple[Callable[[Expr], Expr | None], ...] = (_absolute, _ceiling, _power, _variance, _deviation, _average, _newest)
+_ROWS: tuple[Callable[[Expr], Expr | None], ...] = (_absolute, _ceiling, _power, _variance, _deviation, _average)

@@ -47,7 +47,6 @@ PAIRS = {
         TEXT + "mean(dot(turn(q, -query_position), k) over text)",
         TEXT + "mean(dot(turn(q, -(position + age)), k) over text)",
     ),
-    "the newest query": (BOUNDED + "score last(attn)", BOUNDED + "score ema(attn, 2 - 2)"),
     # slots
     "a filter of slots": (
         BOUNDED + "score sum(attn) / sum(norm1(v) over slots where age > 2)",
