@@ -23,6 +23,9 @@ Message = Mapping[str, Any]
 _REPLY = "\ue000kvdsl's reply\ue000"
 """Stands for what the model said in the conversation that the template renders: in the cache lies that itself."""
 
+_FARTHEST = 64
+"""Tokens among the last ones in which a marker of thinking may lie."""
+
 THINK = ("<think>", "</think>")
 """What stands around thinking in the texts of most models that think."""
 
@@ -90,7 +93,7 @@ class Chat:
             self._cache.mark(role, len(self.ids), len(self.ids) + len(new))
         if role is None:
             thoughts.begin(len(self.ids))
-            thoughts.hear(new)
+            thoughts.read(new)
         self.ids += new
 
     def _answer(self, thoughts: _Thoughts, settings: Mapping[str, Any]) -> str:
@@ -152,7 +155,7 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
     """Reads each generated token before it is cached, marks thinking, and never stops the generation.
 
     Args:
-        around: what stands before and behind thinking; None: nobody asks.
+        around: what stands before and behind thinking; None: the policy does not read it.
     """
 
     def __init__(self, tokenizer: Any, cache: KVCache, around: tuple[str, str] | None) -> None:
@@ -166,15 +169,15 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
         self._place = place
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.hear(input_ids[0, self._place :].tolist())
+        self.read(input_ids[0, self._place :].tolist())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def hear(self, new: Sequence[int]) -> None:
-        """More tokens have come."""
+    def read(self, new: Sequence[int]) -> None:
+        """Read more tokens."""
         for token in new:
             self._place += 1
             if self._around is not None:
-                self._pieces.append(self._tokenizer.decode([token]))
+                self._pieces = [*self._pieces[-_FARTHEST:], self._tokenizer.decode([token])]
                 self._look(*self._around)
 
     def _look(self, opening: str, closing: str) -> None:

@@ -242,12 +242,10 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     exprs = list(_evaluated(policy))
     names = (spelled(param.name) for param in policy.params if _refers(exprs, param.name))
     yield from ((name, Fragment(name)) for name in names)
-    told = {one.source for one in policy.given}
-    for name, text in _RESOLVE.inputs.items():
-        if any(reads(expr, name) for expr in exprs) or (
-            name == "turns" and "turn" in told
-        ):  # a new token's turn is read from there
-            yield name, Fragment(text)
+    read = {name for name in _RESOLVE.inputs if any(reads(expr, name) for expr in exprs)}
+    if any(one.source == "turn" for one in policy.given):
+        read.add("turns")  # a new token takes its turn from there
+    yield from ((name, Fragment(text)) for name, text in _RESOLVE.inputs.items() if name in read)
     if policy.budget:
         yield "capacity", _inside(_CAPACITY, policy.layers)
         yield from _staging(policy)

@@ -174,11 +174,9 @@ def _step(stuck: Stuck) -> Explanation | None:
         return None
     if str(first) == "turn":
         return codes.SYNTAX, stuck.span, "`turn` stands alone: a turn of the chat has ended", None, ()
-    word, span = (
-        printable(str(first)[:64]),
-        stuck.statement.file.span(stuck.statement.start, stuck.statement.start + len(first)),
-    )
-    help = did_you_mean(word, ["turn", *map(first_word, STEPS)])
+    word, start = printable(str(first)[:64]), stuck.statement.start
+    span = stuck.statement.file.span(start, start + len(first))
+    help = did_you_mean(word, [*map(first_word, STEPS)])
     return codes.STATEMENT, span, f"unknown statement `{word}`", help, ()
 
 

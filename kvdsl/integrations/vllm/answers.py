@@ -39,14 +39,6 @@ class AnswerBackend(OwnBackend):
         return StepBuilder
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Blocks as vLLM has them, and those of an answer behind; a layer with a window beside others keeps vLLM's.
 

@@ -41,6 +41,14 @@ class OwnBackend(AttentionBackend):  # type: ignore[misc]
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return False
 
@@ -59,14 +67,6 @@ class PolicyBackend(OwnBackend):
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
         return StepBuilder
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -24,7 +24,7 @@ from kvdsl.explain.facts import facts
 from kvdsl.runtime.hf.versions import text_config
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.reading import Reading, read
-from kvdsl_lab.leaderboard.kinds import bytes_in_use, ends, followed, full_cache
+from kvdsl_lab.leaderboard.kinds import Lab, bytes_in_use, ends, followed, full_cache
 from kvdsl_lab.leaderboard.questions import begun, template
 from kvdsl_lab.leaderboard.run import Pair
 from kvdsl_lab.leaderboard.summary import REFERENCE, Column, better, draws, interval, signs
@@ -134,10 +134,8 @@ def measured(
     A prompt that the full cache answers with nothing is left out.
 
     Args:
-        going: asked before every prompt; where it says no, no other prompt is measured.
+        going: called before every prompt; once it returns False, no other prompt is measured.
     """
-    from kvdsl_lab.leaderboard.kinds import Lab
-
     stops = ends(Lab(model, tokenizer, "", 0, 0))
     for prompt in prompts:
         if not going():
@@ -154,7 +152,7 @@ def measured(
 
 
 def tokens_of(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The tokens of a prompt as the model is asked it: a user's message, where it has a template for chats."""
+    """Return the tokens of a prompt: of a user's message, if the model has a chat template."""
     if tokenizer.chat_template is None:
         return begun(tokenizer, prompt.text)
     before, after = template(tokenizer, "user")
@@ -176,7 +174,7 @@ def _right(tokenizer: Any, text: Sequence[int], answer: str | None) -> float | N
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who loses least, and who cannot be told from it."""
+    """The policy with the smallest loss, and those that a test cannot separate from it."""
 
     best: str
     alike: tuple[str, ...]

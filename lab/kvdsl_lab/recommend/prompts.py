@@ -72,6 +72,7 @@ def with_answers(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 def is_right(text: str, answer: str) -> bool:
     """Whether a text gives an answer: as its last number or box, or word for word if the answer is no number."""
     wanted = written(answer) if "####" in answer else answer
-    if wanted is None or right(written(text), wanted):
-        return wanted is not None
-    return not any(map(str.isdigit, wanted)) and wanted.strip().lower() in text.lower()
+    if wanted is None:
+        return False
+    is_words = not any(map(str.isdigit, wanted))
+    return right(written(text), wanted) or (is_words and wanted.strip().lower() in text.lower())

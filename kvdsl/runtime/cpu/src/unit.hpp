@@ -62,7 +62,10 @@ class Unit {
       steps_.dtype->read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
       turn_by_hadamard(work_.query + g * work_.query_stride, args_.key_dim);
-      if (args_.near) float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
+    }
+    in_order_ = stored_ && stored_->turned && !queries_are_finite();
+    for (int g = 0; (args_.near || in_order_) && g < args_.group; ++g) {
+      float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     end_ = end_of_held(position_, args_.slots);
     free_ = args_.first_rows ? 0 : args_.slots - end_;
@@ -312,6 +315,14 @@ class Unit {
     for (int d = 0; d < n; ++d) x[d] *= part;
   }
 
+  bool queries_are_finite() const {
+    float sum = 0;  // of zeros, and NaN where a number is not finite
+    for (int g = 0; g < args_.group; ++g) {
+      for (int d = 0; d < args_.key_dim; ++d) sum += 0.0f * work_.query[g * work_.query_stride + d];
+    }
+    return sum == 0;
+  }
+
   const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
     return static_cast<const char*>(base) + size(row_ * stride[0] + head * stride[1] + t * stride[2]);
   }
@@ -370,28 +381,12 @@ class Unit {
     const auto with = [&](const float* query) {
       (stored_ ? stored_->dot : steps_.dtype->dot)(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     };
+    if (in_order_) return dot_in_order(chunk, from, rows, args_.near ? turns_of(from, rows) : Turns{});
     if (!args_.near) return with(work_.query);
     const Turns turns = turns_of(from, rows);
     if (turns.most == 0) return with(work_.query);
-    if (!turns.differ) {
-      with(query_turned_back(chunk, turns.most));
-    } else {
-      float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
-      const void* row[block];
-      for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
-      Rows halves;
-      if (args_.half_keys) halves = rows_of(half_keys_, from);
-      if (stored_) {
-        for (int i = 0; i < block; ++i) {
-          stored_->unpack(rows.row[i], args_.key_dim, keys + i * stride);
-          if (turns.by[i]) turn(keys + i * stride, turns.by[i], 1.0f, rope());
-        }
-      } else {
-        steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
-                          work_.half_key + chunk * stride, keys, stride);
-      }
-      float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
-    }
+    if (!turns.differ) return with(query_turned_back(chunk, turns.most));
+    dot_in_order(chunk, from, rows, turns);
   }
 
   // Adds a block of which each query head attends to its own rows: what another one has chosen may be infinite, and 0 * inf is no 0.
@@ -436,6 +431,26 @@ class Unit {
     turns.most = most;
     turns.differ = least != most;
     return turns;
+  }
+
+  // The scores of a block of rows, whose keys are floats in order here, each rotated by its own angle.
+  void dot_in_order(int chunk, int from, const Rows& rows, const Turns& turns) const {
+    const int64_t stride = work_.query_stride;
+    float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
+    const void* row[block];
+    for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
+    if (stored_) {
+      for (int i = 0; i < block; ++i) {
+        stored_->unpack(rows.row[i], args_.key_dim, keys + i * stride);
+        if (turns.by[i]) turn(keys + i * stride, turns.by[i], 1.0f, rope());
+      }
+    } else {
+      Rows halves;
+      if (args_.half_keys) halves = rows_of(half_keys_, from);
+      steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
+                        work_.half_key + chunk * stride, keys, stride);
+    }
+    float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, work_.weights + from, work_.slot_stride);
   }
 
   // How many places the slots of a block of rows stand behind the query: in the text, or among the live ones.
@@ -604,6 +619,7 @@ class Unit {
   int next_;  // the position of the row's next token
   int newest_ = -1, oldest_ = 0, live_ = 0;
   bool placed_ = false, choosing_ = false;
+  bool in_order_ = false;  // a query is infinite once a Hadamard matrix has turned it, so that keys are turned back to meet it
   bool copied_ = true;  // what is kept beside the keys holds
   const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
   const int32_t* own_ = nullptr;     // of these, those of each query head; null: all of them

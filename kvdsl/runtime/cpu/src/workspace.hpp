@@ -70,7 +70,7 @@ struct Workspace {
     inverses = arena.take<float>(args.group);
     ones = arena.take<float>(args.group);
     sums = arena.take<float>(chunks * args.group * out_stride);
-    const int turning = args.near ? chunks : 0;
+    const int turning = args.near || args.kv_dtype ? chunks : 0;
     ordered = arena.take<float>((turning ? args.group : 0) * query_stride);
     turned_query = arena.take<float>(turning * args.group * query_stride);
     turned_keys = arena.take<float>(turning * block * query_stride);
