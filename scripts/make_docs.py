@@ -26,9 +26,10 @@ from scripts.pages.reach import reach_page  # noqa: E402
 from scripts.pages.results import results_page  # noqa: E402
 
 WRITTEN: dict[str, dict[str, Callable[[], str]]] = {
-    "choosing.md": choosing.PARTS,
+    "choosing.md": choosing.CHOOSING,
     "language.md": language.PARTS,
     "performance/models.md": generation.PARTS,
+    "records/quality.md": choosing.QUALITY_RECORD,
     "search.md": search.PARTS,
 }
 """Path below docs/ of a page that is written by hand -> what makes its parts, by their names."""

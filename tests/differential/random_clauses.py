@@ -11,6 +11,7 @@ from kvdsl.compiler import analyse
 from kvdsl.ir.nodes import Keep, Number, Policy
 from kvdsl.ir.printer import print_expression, print_keep, print_policy, print_select
 from kvdsl.passes.fold import fold
+from kvdsl.passes.normal import normal
 from kvdsl.source import SourceFile
 
 from .random_policies import policy_of
@@ -29,7 +30,8 @@ class Changed:
     def differing(self) -> list[str]:
         """The statements that are not what the clauses say, or else as they were."""
         expected = self.base.model_copy(update={"name": self.policy.name, "stem": self.policy.stem, **self.changes})
-        found = ((name, getattr(self.policy, name), getattr(expected, name)) for name in Policy.model_fields)
+        one_spelling = normal(self.policy), normal(expected)  # reading `sqrt(var(x))` gives `std(x)`
+        found = ((name, *(getattr(policy, name) for policy in one_spelling)) for name in Policy.model_fields)
         return [name for name, one, other in found if name not in (*_LISTS, "doc") and one != other] + [
             name for name, one, other in found if name in _LISTS and set(one) - set(other)
         ]

@@ -122,7 +122,7 @@ def test_state_costs_what_explain_says() -> None:
 
 def test_figures_are_those_that_were_measured() -> None:
     perplexity = {(row["policy"], row["budget"]): f"{row['ppl']:.1f}" for row in measured("quality_ppl_512.json")}
-    for name, *shown in rows("docs/choosing.md", "What it costs in quality: perplexity"):
+    for name, *shown in rows("docs/records/quality.md", "Perplexity, reference model"):
         budgets = (None, None) if name == "`full`" else (64, 128)
         assert shown == [perplexity[name.strip("`"), budget] for budget in budgets]
 
@@ -130,7 +130,7 @@ def test_figures_are_those_that_were_measured() -> None:
         (row["policy"], row["task"], row["budget"]): f"{10 * row['accuracy']:.0f}"
         for row in measured("quality_retrieval_512.json")
     }
-    for name, *shown in rows("docs/choosing.md", "What it costs in quality: finding things again"):
+    for name, *shown in rows("docs/records/quality.md", "Pass-keys and named numbers, reference model"):
         budgets = (None, None, None) if name == "`full`" else (64, 128, 256)
         cells = [(task, budget) for task in ("pass-key", "key-value") for budget in budgets]
         assert shown == [found[name.strip("`"), task, budget] for task, budget in cells]

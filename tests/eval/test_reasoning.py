@@ -131,7 +131,7 @@ def test_what_counts_as_right_long_and_cut_off(tokenizer: Any) -> None:
     told = [f"\\boxed{{{number + 2}}}" for number in range(8)]
     told[1], told[2] = "\\boxed{99}", "3 and " * 60
     scripted = Scripted(tokenizer, told)
-    kind, its = Reasoning(), lab(scripted, tokenizer, new_tokens=40)
+    kind, its = Reasoning(rows=8), lab(scripted, tokenizer, new_tokens=40)
     (found,) = kind.finish(its, kind.prepare(its, "gsm8k", 0), [type("Cache", (), {"layers": [], "managed": ()})()])
     assert found.values["accuracy"] == [1, 0, 0, 1, 1, 1, 1, 1]
     assert found.values["cut_off"] == [0, 0, 1, 0, 0, 0, 0, 0]
@@ -140,7 +140,7 @@ def test_what_counts_as_right_long_and_cut_off(tokenizer: Any) -> None:
 
 def test_a_problem_answered_several_times_counts_its_share(tokenizer: Any) -> None:
     told = [f"\\boxed{{{number + 2 + wrong}}}" for number in range(8) for wrong in (0, 1)]
-    kind, its = Reasoning(), lab(Scripted(tokenizer, told), tokenizer, samples=2)
+    kind, its = Reasoning(rows=8), lab(Scripted(tokenizer, told), tokenizer, samples=2)
     item = kind.prepare(its, "gsm8k", 0)
     assert len(item.ids) == 16 and item.ids[0].equal(item.ids[1])
     (found,) = kind.finish(its, item, [type("Cache", (), {"layers": [], "managed": ()})()])
@@ -149,7 +149,7 @@ def test_a_problem_answered_several_times_counts_its_share(tokenizer: Any) -> No
 
 def test_prompts_are_padded_at_the_left(model: Any, tokenizer: Any) -> None:
     its = lab(model, tokenizer)
-    item = Reasoning().prepare(its, "gsm8k", 0)
+    item = Reasoning(rows=8).prepare(its, "gsm8k", 0)
     assert (item.mask[:, -1] == 1).all() and (item.mask.diff(dim=1) >= 0).all()
     assert "What is 7 + 2?" in tokenizer.decode(item.ids[7])
 
@@ -157,16 +157,16 @@ def test_prompts_are_padded_at_the_left(model: Any, tokenizer: Any) -> None:
 def test_too_few_problems_are_said_at_once(model: Any, tokenizer: Any) -> None:
     its = lab(model, tokenizer)
     with pytest.raises(KvdslError, match="2 items of `gsm8k` are 16 problems, and --data has 8: ask for at most 1 --items"):
-        Reasoning().check(its, "gsm8k", 2)
+        Reasoning(rows=8).check(its, "gsm8k", 2)
     with pytest.raises(KvdslError, match="`math500` asks problems out of a file: give one with --data"):
-        Reasoning().check(its, "math500", 1)
+        Reasoning(rows=8).check(its, "math500", 1)
     with pytest.raises(KvdslError, match="tokens are more than the 256 that this model was made for"):
-        Reasoning().check(lab(model, tokenizer, new_tokens=250), "gsm8k", 1)
+        Reasoning(rows=8).check(lab(model, tokenizer, new_tokens=250), "gsm8k", 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "leaderboard", "--tasks", "gsm8k", "--data", str(data_file(tmp_path, GSM8K)), "--policies", "h2o_answer,random_answer",
+        "leaderboard", "--tasks", "gsm8k", "--data", str(data_file(tmp_path, 4 * GSM8K)), "--policies", "h2o_answer,random_answer",
         "--tokens", "8", "--new-tokens", "16", "--items", "1", "--workers", "1", "--out", str(tmp_path / "out"), "--no-plots", "--json",
     ]  # fmt: skip
     made = run(capsys, *arguments).json()
@@ -174,7 +174,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = {row["policy"]: row for row in column["rows"]}
     assert {*rows} == {"full", "h2o_answer", "random_answer"}
     for row in rows.values():
-        assert {"accuracy", "low", "high", "answer_tokens", "cut_off"} <= {*row} and row["items"] == 8
+        assert {"accuracy", "low", "high", "answer_tokens", "cut_off"} <= {*row} and row["items"] == 32
         assert 0 < row["answer_tokens"] <= 16
     assert rows["h2o_answer"]["note"] is None and rows["h2o_answer"]["bytes"] < rows["full"]["bytes"]
     assert made["new tokens"] == 16 and made["problems sha256"]

@@ -87,7 +87,7 @@ def command(
     chat             KL divergence in the replies of a conversation about a book, under a budget of tokens
     fact, facts      a code hidden in a book, alone or among eight
     niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
-    gsm8k, math500   problems that a model answers step by step, from --data; an item is eight of them
+    gsm8k, math500   problems that a model answers step by step, from --data; an item is 32 of them
 
     Questions are asked twice: in the prompt (`known`: what a policy sees when it evicts), and after the policy has evicted
     (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items

@@ -29,7 +29,7 @@ class Reasoning:
     `accuracy`: of a problem's answers. `answer_tokens`: how long they are, and `cut_off`: the share that reached the limit.
     """
 
-    rows: int = 8
+    rows: int = 32
     measures = ("accuracy", "answer_tokens", "cut_off")
 
     def check(self, lab: Lab, task: str, items: int) -> None:
