@@ -88,7 +88,7 @@ def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
 def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
     """Lines of so many characters at most, with bold heads and some colour."""
     from kvdsl.diagnostics import printable
-    from kvdsl.emit.without import sentence
+    from kvdsl.emit.without import eviction_by_torch, sentence
     from kvdsl.explain.words import rows
     from kvdsl.provenance import fields, prose
 
@@ -102,10 +102,15 @@ def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
     for key, value in source.items():
         told = printable(f"{key}: {value}")
         yield from textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")
-    refused = {one["name"]: sentence(one["name"], one["why_not"], text) for one in found.backends if not one["ok"]}
-    backends = [
-        f"{one['name']:<7} {'no: ' + refused[one['name']] if one['name'] in refused else 'yes'}" for one in found.backends
-    ]
+    answers = {
+        one["name"]: "yes" if one["ok"] else f"no: {sentence(one['name'], one['why_not'], text)}" for one in found.backends
+    }
+    answers |= {
+        one["name"]: f"yes; {eviction_by_torch(one['torch_evicts'], text)}"
+        for one in found.backends
+        if "torch_evicts" in one
+    }
+    backends = [f"{name:<7} {answer}" for name, answer in answers.items()]
     for title, lines in {**rows(found), "backends": backends}.items():
         yield ""
         for index, line in enumerate(lines):

@@ -31,18 +31,30 @@ _INSTEAD = (
 
 
 def sentence(target: str, refusal: str, source: str) -> str:
-    """What `kvdsl explain`, `compile` and a cache's warning say.
+    """Say why a policy runs on the torch backend, for `kvdsl explain`, `compile` and a cache's warning.
 
     Args:
         refusal: what the target has no code for, as `PackagePlan` has it.
         source: the text of the .kv file.
     """
+    return f"{_no_kernels(target, refusal, source)}; {COST[target]}; {_instead(refusal)}"
+
+
+def eviction_by_torch(refusal: str, source: str) -> str:
+    """Say why C++ decodes and torch evicts; the arguments are those of `sentence`."""
+    return f"torch evicts, because {_no_kernels('cpu', refusal, source)}; {_instead(refusal)}"
+
+
+def _no_kernels(target: str, refusal: str, source: str) -> str:
     found = _line(refusal, source)
     where = "" if found is None else f" (line {found[0]}: `{found[1]}`)"
     what = re.sub(r": a kernel [^,]*", "", refusal)
+    return f"there are no {KERNELS[target]} kernels for {what}{where}"
+
+
+def _instead(refusal: str) -> str:
     instead = " and ".join(advice for part, advice in _INSTEAD if part in refusal)
-    mend = f"to have them, {instead}" if instead else "no other words mean the same"
-    return f"there are no {KERNELS[target]} kernels for {what}{where}; {COST[target]}; {mend}"
+    return f"to have them, {instead}" if instead else "no other words mean the same"
 
 
 def without(manifest: str | bytes, target: str) -> str | None:

@@ -151,16 +151,19 @@ class Facts:
 
     @property
     def backends(self) -> list[dict[str, Any]]:
-        """Each backend: whether it serves the policy, and why not."""
+        """Each backend: whether it serves the policy, and why not; on `cpu`, for what torch evicts in the place of C++."""
         refused = dict(self.plan.refusals)
         if self.kv_dtype != "model":
             without = ["triton"] if self.policy.select is None else ["triton", "cpu"]
             refused |= {
                 name: f"keys and values whose `kv_dtype` is `{self.kv_dtype}`" for name in without if name not in refused
             }
-        return [
+        told = [
             {"name": name, "ok": name not in refused, "why_not": refused.get(name)} for name in ("cpu", "torch", "triton")
         ]
+        if self.plan.cpp is not None and self.plan.cpp.beyond:
+            told[0]["torch_evicts"] = self.plan.cpp.beyond
+        return told
 
 
 def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16", kv_dtype: str = "model") -> Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
 from kvdsl.ir.nodes import Call, Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor
@@ -32,9 +33,15 @@ def rows(found: Facts) -> Rows:
         "peak": list(_peak(found)),
         "reads": [INPUTS[name].reads for name in found.requires]
         or ["positions only, so any attention implementation serves it"],
-        "backends": [f"{one['name']:<7} {'yes' if one['ok'] else 'no: ' + one['why_not']}" for one in found.backends],
+        "backends": [f"{one['name']:<7} {_serves(one)}" for one in found.backends],
     }
     return {title: lines for title, lines in said.items() if lines}
+
+
+def _serves(backend: dict[str, Any]) -> str:
+    if not backend["ok"]:
+        return f"no: {backend['why_not']}"
+    return f"yes; torch evicts: {backend['torch_evicts']}" if "torch_evicts" in backend else "yes"
 
 
 # -- what it does ------------------------------------------------------------------------------------------------------

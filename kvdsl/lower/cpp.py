@@ -149,6 +149,7 @@ class CppPlan:
     """Bodies of the functions of the policy's struct, one statement a line; what it does not do is None or empty.
 
     `place`: the columns that a token has by itself, and those that do not begin at 0. `forgets`: whether decoded queries are not observed.
+    `beyond`: the statement or operation for which torch evicts in decode steps, too; empty if C++ does.
     """
 
     place: tuple[str, ...]
@@ -156,6 +157,7 @@ class CppPlan:
     settle: SettlePlan | None
     select: SelectPlan | None
     forgets: bool
+    beyond: str = ""
 
 
 def cpp_plan(step: Step) -> CppPlan:
@@ -164,22 +166,16 @@ def cpp_plan(step: Step) -> CppPlan:
     Raises:
         NotLowerable: if it has no C++ form; the torch backend serves such a policy.
     """
-    evict, select = step.evict, step.select
-    together = evict is not None and evict.decodes and evict.by != "own"  # after a prompt nobody has to agree
-    step = for_target(
-        step,
-        CAN,
-        {
-            f"`victims shared by {evict.by if evict else None}`": together,
-            "`weight` on what is attended to": select is not None and select.weight is not None,
-        },
-    )
+    select = step.select
+    step = for_target(step, CAN, {"`weight` on what is attended to": select is not None and select.weight is not None})
+    settle, beyond = _settle_if_own(step)
     return CppPlan(
         place=tuple(_place(column) for column in step.ruled("token", *START)),
         observe=_observe(step),
-        settle=_settle_if_own(step),
+        settle=settle,
         select=_select(step),
         forgets=step.forgets,
+        beyond=beyond,
     )
 
 
@@ -383,19 +379,20 @@ def _reduced(count: Expr) -> Iterator[Expr]:
             yield from _reduced(child)
 
 
-def _settle_if_own(step: Step) -> SettlePlan | None:
-    """None where torch decides who leaves: at the end of a prompt only, and where one kernel cannot."""
-    if step.evict is None:
-        return None
-    if step.evict.decodes:
-        return _settle(step, step.evict)
-    if not step.evict.alone:
-        return None
+def _settle_if_own(step: Step) -> tuple[SettlePlan | None, str]:
+    """Return how C++ evicts, or None if torch does, and then what C++ lacks for decode steps."""
+    evict = step.evict
+    if evict is None:
+        return None, ""
+    if evict.decodes and evict.by != "own":
+        return None, f"`victims shared by {evict.by}`"
+    if not evict.decodes and not evict.alone:
+        return None, ""
     try:
-        found = _settle(step, step.evict)
-    except NotLowerable:
-        return None
-    return None if found.reads_keys else found
+        found = _settle(step, evict)
+    except NotLowerable as refusal:
+        return None, str(refusal) if evict.decodes else ""
+    return (found if evict.decodes or not found.reads_keys else None), ""
 
 
 def _settle(step: Step, evict: Eviction) -> SettlePlan:

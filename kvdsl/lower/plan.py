@@ -149,7 +149,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         bounded=policy.budget is not None,
         group=policy.group,
         reads_attention=bool(step.observe),
-        flags=tuple(_flags(lowered, step, torch)),
+        flags=tuple(_flags(lowered, step, torch, cpp)),
         torch=torch,
         cpp=cpp,
         triton=triton,
@@ -183,7 +183,7 @@ def _given(given: Given) -> GivenPlan:
     return GivenPlan(given.name, spelled(given.name), help + default, given.source == "caller")
 
 
-def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, str]]:
+def _flags(policy: Policy, step: Step, torch: TorchPlan, cpp: CppPlan | None) -> Iterator[tuple[str, str]]:
     rings = [f'("{name}", "{size_of(name)}"),' for name in step.rings]
     if rings:
         yield "rings", f"({' '.join(rings)})"
@@ -220,6 +220,7 @@ def _flags(policy: Policy, step: Step, torch: TorchPlan) -> Iterator[tuple[str, 
         "rotates": policy.rotates,
         "reads_text": policy.reads_text,
         "settles_turns": policy.settles_turns,
+        "torch_evicts": cpp and cpp.beyond,
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
         "tensors_of_values": _tensors_of_values(policy),

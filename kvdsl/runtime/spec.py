@@ -74,6 +74,7 @@ class PolicySpec:
         spans: what the caller marks, and the columns that say which tokens lie in it; of `supplied`, as is what the cache hears itself
             of a token, `hears`.
         settles_turns: whether tokens may leave when a turn ends.
+        torch_evicts: whether C++ decodes and torch evicts, because C++ lacks something of the score or of what protects.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -119,6 +120,7 @@ class PolicySpec:
     spans: tuple[tuple[str, str], ...] = ()
     hears: tuple[str, ...] = ()
     settles_turns: bool = False
+    torch_evicts: bool = False
     abi: int = ABI
 
     @property

@@ -144,6 +144,10 @@ def test_a_library_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.CaptureFixture[str]) -> None:
     path = "folder/mine.kv"
     Path(path).write_text(POLICY.format("keep where median(position over slots) > age"))
+    assert "yes; torch evicts, because there are no C++ kernels for `median over slots`" in " ".join(
+        run(capsys, "explain", path).out.split()
+    )
+    Path(path).write_text(POLICY.format("keep where sum(attn * median(position over slots)) > age"))
     served = {one["name"]: one["ok"] for one in run(capsys, "explain", path, "--json").json()["backends"]}
     assert not served["cpu"]
     result = run(capsys, "build", path, "--target", "cpu")

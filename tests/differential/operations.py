@@ -316,20 +316,22 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 
 _NOWHERE = {
-    *("median over slots", *(f"{op} over the last N queries" for op in ("median", "quantile")), "rank in a query"),
-    *(f"rotation in a {place}" for place in ("score", "query", "selection")),
-    *(f"leverage of {what}" for what in ("keys", "weighed values")),
-    *(f"a tensor in a projection of {what}" for what in ("a mean", "a score", "what is selected")),
+    "rank in a query",
+    *(f"rotation in a {place}" for place in ("query", "selection")),
+    *(f"a tensor in a projection of {what}" for what in ("a score", "what is selected")),
     *(f"a tensor in {place} query heads" for place in ("vectors of", "a selection by vectors of")),
     "a given value in a sketch",
 }
+EVICTED_BY_TORCH = {
+    "median over slots", *(f"{op} over the last N queries" for op in ("median", "quantile")), "rotation in a score",
+    *(f"leverage of {what}" for what in ("keys", "weighed values")), "a tensor in a projection of a mean",
+}  # fmt: skip
+"""Scores of which Triton has no code, and with which C++ decodes and leaves evictions to torch."""
 WITHOUT_KERNELS = {
-    "cpu": _NOWHERE | {
+    "cpu": _NOWHERE | {"median over slots"} | {
         *(f"{op} of some of {where}" for op in ("std", "var") for where in ("dims", "sketch")),
-        "fold over prunes, of heads that agree", "a given value in a score that heads agree on", "a tensor in a count that heads agree on",
-        "vectors in heads that agree",
     },
-    "triton": _NOWHERE | {
+    "triton": _NOWHERE | EVICTED_BY_TORCH | {
         *(f"{op} {of} dims" for op in ("sum", "mean", "std", "var", "max", "min") for of in ("over", "of some of")),
         *(f"{op} of some of sketch" for op in ("sum", "mean", "std", "var", "max", "min")),
         *(

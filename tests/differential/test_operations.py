@@ -28,7 +28,7 @@ from kvdsl.runtime.torch import columns, numerics, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
-from .operations import TRACE, WITHOUT_KERNELS, all_operations, reduction, trace_of
+from .operations import EVICTED_BY_TORCH, TRACE, WITHOUT_KERNELS, all_operations, reduction, trace_of
 from .operations import policy as checked
 from .traces import run_policy, spec_of
 from .units import build
@@ -49,6 +49,7 @@ def test_a_target_has_code_or_says_what_it_lacks(name: str) -> None:
         assert served[backend]["ok"] == (name not in WITHOUT_KERNELS[backend]), served[backend]["why_not"]
         assert served[backend]["ok"] == (served[backend]["why_not"] is None)
         assert served[backend]["ok"] or served[backend]["why_not"]
+    assert name not in EVICTED_BY_TORCH - WITHOUT_KERNELS["cpu"] or served["cpu"]["torch_evicts"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -195,12 +196,8 @@ def test_a_quantile_of_nothing_or_with_a_nan_is_none() -> None:
 def test_backends_without_a_median_say_so() -> None:
     found = facts(reduction("median", "slots"))
     assert [one["why_not"] for one in found.backends] == ["`median over slots`", None, "`median over slots`"]
-    found = facts(reduction("median", "history"))
-    assert [one["why_not"] for one in found.backends] == [
-        "`median over the last N queries`",
-        None,
-        "`median over the last N queries`",
-    ]
+    cpu, _, triton = facts(reduction("median", "history")).backends
+    assert cpu["ok"] and cpu["torch_evicts"] == triton["why_not"] == "`median over the last N queries`"
 
 
 def test_no_column_holds_a_median() -> None:

@@ -59,7 +59,7 @@ class InBlocks:
     ) -> None:  # fmt: skip
         self._backend, self._page, self._new, self._call = backend, page, new, call
         self._sinks, self._longest = sinks, longest
-        self._together = Rows(backend) if isinstance(backend, CpuBackend) else None
+        self._together = Rows(backend) if isinstance(backend, CpuBackend) and not backend.torch_evicts else None
         self.states: dict[int, SlotState] = {}
         self._guesses = guesses
         self._logs: dict[int, UndoLog] = {}

@@ -19,8 +19,9 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.shared import choices_of
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import statistics, tokens
+from kvdsl.runtime.torch import eviction, statistics, tokens
 from kvdsl.runtime.torch.attention import in_rows
+from kvdsl.runtime.torch.backend import check_agreement, one_by_one
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
@@ -59,7 +60,7 @@ class CpuBackend:
         if not spec.cpu_source.exists():
             raise KvdslError(spec.without("cpu"))
         library = _library(spec.cpu_source, spec.stem)
-        self.served = graph.enlist(self, spec, dtype)
+        self.served, self._stem, self.torch_evicts = graph.enlist(self, spec, dtype), spec.stem, spec.torch_evicts
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
         self._prefill = getattr(library, f"kvdsl_prefill_{_DTYPES[dtype]}")
@@ -71,7 +72,13 @@ class CpuBackend:
 
     @property
     def kernel(self) -> ctypes.c_void_p:
-        """The address of the function that decodes."""
+        """The address of the function that decodes.
+
+        Raises:
+            KvdslError: if that is not a whole step, because torch evicts.
+        """
+        if self.torch_evicts:
+            raise KvdslError(f"torch evicts under `{self._stem}` (`kvdsl explain` says why), and only C++ can here")
         return ctypes.cast(self._decode, ctypes.c_void_p)
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
@@ -130,6 +137,24 @@ class CpuBackend:
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
+        if not self.torch_evicts:
+            return self._steps(state, call)
+        check_agreement(state, call.query.shape[2])
+        with plain_tensors():
+            return torch.cat([self._step_and_evict(state, one) for one in one_by_one(call)], 1)
+
+    def _step_and_evict(self, state: SlotState, call: AttentionCall) -> Tensor:
+        """Decode one token in C++, which evicts nothing, and evict in torch."""
+        state.scaling, state.rope = call.scaling, call.rope
+        real = tokens.new_positions(state, call)[:, 0] >= 0
+        if state.spec.hard_cap:
+            eviction.make_room(eviction.held_in_slots(state, real))
+        out = self._steps(state, call)
+        state.forget_copies(halves=False)
+        eviction.settle(eviction.held_in_slots(state, real), then=partial(state.layout.settled, state.position))
+        return out
+
+    def _steps(self, state: SlotState, call: AttentionCall) -> Tensor:
         step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])

@@ -58,15 +58,11 @@ class TorchBackend:
     def steps(self, state: SlotState, call: AttentionCall) -> Tensor:
         """`decode`, as `torch.compile` can trace it."""
         tokens = call.query.shape[2]
-        if tokens > 1 and state.spec.victims == "layers":
-            raise KvdslError(
-                f"{state.spec.name} evicts what all layers agree on, token by token, but {tokens} tokens came in one forward "
-                f"after the first was generated: pass them one by one"
-            )
+        check_agreement(state, tokens)
         state.make_room(tokens)
         state.forget_copies(halves=False)
         copies.keep_halves(state, call.rope)
-        steps = [_decode_one(state, one) for one in _one_by_one(call)]
+        steps = [_decode_one(state, one) for one in one_by_one(call)]
         return torch.cat(steps, dim=1)
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
@@ -92,7 +88,7 @@ class TorchBackend:
         leaving = torch.zeros_like(state.position, dtype=torch.bool)
         leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots))
         free(state.position, state.rank if state.spec.compact else None, leaving)
-        for t, one in enumerate(_one_by_one(call)):
+        for t, one in enumerate(one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
             one = _overwrite(state, one, slot, new_position, new_position >= 0)
             _unmade_query(state, slot, new_position >= 0)
@@ -103,7 +99,17 @@ class TorchBackend:
 # -- one token ---------------------------------------------------------------------------------------------------------
 
 
-def _one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
+def check_agreement(state: SlotState, tokens: int) -> None:
+    """Raise KvdslError if several tokens come at once and layers must agree on the victims after each."""
+    if tokens > 1 and state.spec.victims == "layers":
+        raise KvdslError(
+            f"{state.spec.name} evicts what all layers agree on, token by token, but {tokens} tokens came in one forward "
+            f"after the first was generated: pass them one by one"
+        )
+
+
+def one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
+    """Return a call for each token."""
     return (call.part(slice(t, t + 1)) for t in range(call.query.shape[2]))
 
 
