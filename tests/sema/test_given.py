@@ -71,7 +71,7 @@ def test_who_extends_inherits_it_and_may_give_a_default(tmp_path: Path) -> None:
         (["given x = budget", "score x"], "KV0220", "the default of a given value is a constant, but `budget` is not"),
         (["given x = age", "score x"], "KV0220", "the default of a given value is a constant, but `age` is not"),
         (["given attn", "score attn"], "KV0210", "`attn` is a built-in input and cannot be redefined"),
-        (["given model", "score model"], "KV0111", "`model` is a name that every cache class has itself"),
+        (["given model", "score model"], "KV0111", "`model` is an attribute or argument of every cache class"),
         (["given lambda", "score lambda"], "KV0111", "`lambda` is a keyword of Python, where the value becomes an argument"),
         (["given double", "score double"], "KV0111", "`double` is a keyword of C++, where the value becomes an argument"),
         (["given x", "given x", "score x"], "KV0206", "`x` is defined twice"),

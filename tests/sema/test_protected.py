@@ -12,7 +12,7 @@ from tests.diagnostics.expect import body, check, expect, policy
 
 BUDGET = "param budget = 512"
 SCORE = "score mean(attn)"
-BEYOND = "add `budget prompt + budget`: then the param counts what is kept beyond the prompt"
+BEYOND = "add `budget prompt + budget`: the param then counts the tokens kept beyond the prompt"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_help_mends_it() -> None:
 def test_a_budget_that_grows_too_slowly() -> None:
     text = body(BUDGET, "budget 0.5 * prompt + budget", SCORE, "keep where position < prompt")
     message = "`keep where position < prompt` protects 1,048,576 tokens of a long text, but 524,800 of them can stay"
-    help = "have the budget grow with the prompt, or protect fewer"
+    help = "let the budget grow with the prompt, or protect fewer"
     expect(text, "KV0424", message, "keep where position < prompt", help)
 
 
