@@ -83,8 +83,8 @@ def test_heads_of_one_pool_share_already() -> None:
          "per slot", "`sum(sum(sum(attn) over slots) over heads)`, say"),
         ("sum(sum(attn) over heads)", "KV0304", "sum(sum(attn) over heads)", "in the weight of a layer `over heads` needs one number per "
          "KV head, but `sum(attn)` has one number per slot", "reduce it first: `sum(sum(attn) over slots)`"),
-        ("max(sum(sum(attn) over heads) over slots)", "KV0304", "max(sum(sum(attn) over heads) over slots)", "in the weight of a layer `over "
-         "heads` needs one number per KV head, but `sum(attn)` has one number per slot",
+        ("max(sum(sum(attn) over heads) over slots)", "KV0304", "max(sum(sum(attn) over heads) over slots)",
+         "in the weight of a layer `over heads` needs one number per KV head, but `sum(attn)` has one number per slot",
          "reduce it first: `sum(sum(attn) over slots)`"),
         ("sum(k over heads)", "KV0304", "k", "`over heads` reduces numbers of KV heads, but `k` has one number per slot and dim",
          "reduce it over dims first: `sum(k over dims)`"),

@@ -56,7 +56,8 @@ REFUSED = {
         "reduce it over queries: `sum(attn)`, say",
     ),
     "a rank of what a query gives": (
-        "score rank(attn by age)", "KV0326", "`by` needs a value that does not depend on the query, but `attn` has one number per query and slot",
+        "score rank(attn by age)", "KV0326",
+        "`by` needs a value that does not depend on the query, but `attn` has one number per query and slot",
         "attn", "reduce it over queries: `sum(attn)`, say",
     ),
     "a key that varies with queries": (
