@@ -25,7 +25,7 @@ from kvdsl.sema.settings import Setting
 from kvdsl.sema.statements import COUNTS, Parts, Statements
 from kvdsl.sema.statics import Statics
 from kvdsl.sema.tensors import check_tensor
-from kvdsl.sema.values import Value, told
+from kvdsl.sema.values import Value, per_token
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
 
@@ -234,7 +234,7 @@ class Checker:
     def _per_token(self, read: set[str]) -> tuple[ir.Given, ...]:
         """Return the per-token values that are read: declared ones, then inputs."""
         own = [one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read]
-        return (*own, *(told(name) for name, row in INPUTS.items() if row.told and name in read))
+        return (*own, *(per_token(name) for name, row in INPUTS.items() if row.per_token and name in read))
 
 
 def _docstring(policy: syn.Policy) -> str:

@@ -65,12 +65,12 @@ def number(value: float) -> Value:
 def read_input(name: str) -> Value:
     """Read an input."""
     axes = INPUTS[name].axes
-    if INPUTS[name].told:
-        return read_given(told(name))
+    if INPUTS[name].per_token:
+        return read_given(per_token(name))
     return Value(Input(name=name), axes, observes=name == "observed", spaces=_OF_KEYS if Axis.DIM in axes else NO_SPACES)
 
 
-def told(name: str) -> Given:
+def per_token(name: str) -> Given:
     """Make the input that the cache provides for each token."""
     return Given(name=name, default=0, source=name)
 
