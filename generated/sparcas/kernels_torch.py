@@ -1,4 +1,4 @@
-"""SparCas in torch: what is attended to.
+"""SparCas in torch: selection.
 
 Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
 
@@ -15,7 +15,7 @@ from kvdsl.runtime.torch.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What is always attended to."""
+    """Mark tokens that are always selected."""
 
 
 def sketch(row: View) -> Tensor | float:

@@ -103,7 +103,7 @@ def test_what_a_kernel_lacks_is_said() -> None:
     """A score that combines keys with what changes while they are cached is torch's, as without a given value."""
     plan = plan_of(checked("given x", "sketch top 3 dims by mean(k * x over slots) every 2 queries",
                            "select top 9 by dot(q, k over sketch)", "score age").policy)  # fmt: skip
-    assert "what the caller gives" in plan.refusals["cpu"]
+    assert "values from the caller" in plan.refusals["cpu"]
     assert plan.refusals["triton"]
 
 
