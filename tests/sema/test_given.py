@@ -92,7 +92,7 @@ def test_what_nothing_reads_is_said() -> None:
 def test_explain_says_who_gives_it() -> None:
     found = facts(checked("given x", "given y = 0.5", "score x + y").policy)
     assert rows(found)["given"] == [
-        "x: a number per token and KV head, from the caller, which has to give it",
+        "x: a number per token and KV head, from the caller, who must provide it",
         "y: a number per token and KV head, from the caller, or 0.5",
     ]
     assert as_data(found)["given"] == [{"name": "x", "default": None}, {"name": "y", "default": 0.5}]
