@@ -264,7 +264,7 @@ def test_a_damaged_model_is_listed_as_one(model: NamedModel, capsys: pytest.Capt
     (row,) = (one for one in run(capsys, "models", "--json").json()["models"] if one["name"] == "tiny")
     assert row["path"] is None and row["flaw"] == "config.json has 1 of 2 bytes"
     said = run(capsys, "models", "--json", "path", "tiny")
-    assert said.code == 2 and "write --json behind path" in said.err
+    assert said.code == 2 and "write --json after path" in said.err
 
 
 @pytest.mark.parametrize("variable", ["KVDSL_DATA_DIR", "KVDSL_CACHE_DIR"])
