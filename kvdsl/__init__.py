@@ -1,9 +1,8 @@
 """kvdsl: a small language for the KV-cache policies of large language models, and its compiler.
 
-`kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and gives its cache class, `kvdsl.compile("kv 1 ...")` does so for a
-policy in a string, and `@kvdsl.policy` makes a policy of a function that writes it (`kvdsl.lang`). `kvdsl.chat(model, tokenizer, cache)`
-tells a cache whose tokens are whose. All errors are `kvdsl.KvdslError`; what is wrong with a policy's source is a
-`kvdsl.DiagnosticError`.
+`kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and returns its cache class, `kvdsl.compile("kv 1 ...")` compiles a
+policy from a string, and `@kvdsl.policy` makes a policy of a function (`kvdsl.lang`). `kvdsl.chat(model, tokenizer, cache)` marks
+roles and turns in a cache. All errors are `kvdsl.KvdslError`; errors in a policy's source are `kvdsl.DiagnosticError`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LATER = {
     "load_model": "kvdsl.loading",
     "policy": "kvdsl.lang.policies",
 }
-"""Where the names lie that are imported when they are first read: `kvdsl --help` needs none of them."""
+"""The modules of names that are imported at their first use; `kvdsl --help` needs none of them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext kvdsl` in a notebook: `%%kv` compiles the policy that stands in its cell."""
+    """`%load_ext kvdsl` in a notebook: `%%kv` compiles the policy in its cell."""
     from kvdsl.integrations.notebook import register
 
     register(shell)

@@ -1,6 +1,6 @@
-"""The numbers of this release: of kvdsl, and of the interface between generated packages and the runtime."""
+"""The version of kvdsl, and of the interface between generated packages and the runtime."""
 
 VERSION = "0.1.0"
 
 ABI = 14
-"""Generated code states it; the runtime refuses a package that was made for another."""
+"""Generated code states it, and the runtime refuses packages of another version."""

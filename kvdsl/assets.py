@@ -9,11 +9,11 @@ from kvdsl.lab import lab
 
 
 def load_reference_model(dtype: Any = None, folder: Path | None = None) -> tuple[Any, Any]:
-    """The reference model, ready for inference, and its tokenizer.
+    """Load the reference model for inference, and its tokenizer.
 
     Args:
         dtype: a torch dtype; float32 if None.
-        folder: another export of the recipe that made it.
+        folder: another export of the training recipe.
 
     Raises:
         KvdslError: without kvdsl-lab.
@@ -24,10 +24,10 @@ def load_reference_model(dtype: Any = None, folder: Path | None = None) -> tuple
 
 
 def book_text(name: str | None = None) -> str:
-    """The text of a book (the first of the index, if no name is given).
+    """Return the text of a book, by default the first of the index.
 
     Raises:
         KvdslError: without kvdsl-lab.
-        AssetError: if there is no book of that name.
+        AssetError: if there is no such book.
     """
     return str(lab("assets", "the book").book_text(name))

@@ -1,4 +1,4 @@
-"""What a number means that is given for `budget`: tokens, or a ratio of the prompt."""
+"""The meaning of a number given as `budget`: tokens, or a ratio of the prompt."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from kvdsl.errors import KvdslError
 
-ALLOWED = "give a number of tokens (512), or a ratio of the prompt above 0 and up to 1.0, which is all of it (0.25)"
+ALLOWED = "use a number of tokens (512), or a ratio of the prompt above 0 and up to 1.0, which is all of it (0.25)"
 
 
 def tokens_or_rate(value: float) -> float:
-    """The budget as it is handed on: an int of tokens, or a float in (0, 1] that is a ratio; 1 is a token and 1.0 the whole prompt.
+    """Return the budget as an int of tokens, or a float in (0, 1] as a ratio; 1 is a token and 1.0 the whole prompt.
 
     Raises:
-        ValueError: if it is neither; the message goes on after the budget's name.
+        ValueError: if it is neither; the message follows the budget's name.
     """
     if isinstance(value, float) and value > 1 and not value.is_integer():
         raise ValueError(f"is {value:g}, which is neither a whole number of tokens nor a ratio up to 1.0; {ALLOWED}")
@@ -24,19 +24,19 @@ def tokens_or_rate(value: float) -> float:
     return float(value) if is_rate(value) else int(value)
 
 
-RATE = "give a ratio of the prompt above 0 and up to 1, which is all of it, or a number of tokens as `budget`"
+RATE = "use a ratio of the prompt above 0 and up to 1, which is all of it, or a number of tokens as `budget`"
 
 
 def offers_ratio(params: Collection[str]) -> bool:
-    """Whether `ratio` is another way to give the budget: the policy has a param for that, and none of this name."""
+    """Return whether `ratio` can set the budget: the policy has a param `budget`, and none named `ratio`."""
     return "budget" in params and "ratio" not in params
 
 
 def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -> dict[str, Any]:
-    """What is given for params, by name, with a `ratio` as the budget that it means: a ratio, 1 as well as 1.0.
+    """Return params by name, with a `ratio` replaced by the budget that it means: a ratio, 1 as well as 1.0.
 
     Raises:
-        KvdslError: if the policy has no such budget, if both are given, or if it is no rate.
+        KvdslError: if the policy has no such budget, both are given, or it is not a ratio.
     """
     rest = dict(given)
     if "ratio" in params or rest.get("ratio") is None:
@@ -45,29 +45,29 @@ def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -
     if "budget" not in params:
         raise KvdslError(f"{policy} has no param `budget` that a `ratio` could set")
     if rest.get("budget") is not None:
-        raise KvdslError(f"`budget` and `ratio` of {policy} are both given; give one of them")
+        raise KvdslError(f"`budget` and `ratio` of {policy} are both given; use one of them")
     if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) <= 1:
         raise KvdslError(f"`ratio` of {policy} is {ratio!r}; {RATE}")
     return {**rest, "budget": float(ratio)}
 
 
 def is_rate(value: float | None) -> bool:
-    """Whether such a budget is a ratio of the prompt."""
+    """Return whether a budget is a ratio of the prompt."""
     return isinstance(value, float) and value <= 1
 
 
 def tokens_of(value: float, prompt: int) -> int:
-    """How many tokens such a budget is, of a prompt of so many."""
+    """Return a budget in tokens, for a prompt of so many."""
     return max(1, int(value * prompt)) if is_rate(value) else int(value)
 
 
 def spelled(value: float) -> str:
-    """The budget as a user would write it: 512, 0.25, 1.0, 1234567."""
+    """Print a budget as a user would write it: 512, 0.25, 1.0, 1234567."""
     if is_rate(value) and value == 1:
         return "1.0"
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 def as_written(value: float, text: str) -> float:
-    """A number as a user wrote it: an int, or a float where the text has a point or an exponent."""
+    """Return a number as its text means it: an int, or a float if the text has a point or an exponent."""
     return float(value) if set(text.lower()) & set(".e") else int(value)

@@ -1,7 +1,7 @@
 """Choose thread counts on a machine that other programs use.
 
-While they wait, OpenMP threads spin for milliseconds, torch's and kvdsl's alike, because both use the same library. Beside one busy core, a
-token of SmolLM2 was 3× slower on two threads than on one.
+While they wait, OpenMP threads spin for milliseconds, both torch's and kvdsl's, because they share one library. Next to one busy core,
+a token of SmolLM2 was 3× slower on two threads than on one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import time
 from pathlib import Path
 
 SPINS = "1000"
-"""Turns that a thread waits for before it sleeps, some microseconds, as libgomp reads it when torch is imported."""
+"""Spins of a waiting thread before it sleeps, a few microseconds; libgomp reads it when torch is imported."""
 
 _STAT = Path("/proc/stat")
 _LOOK = 0.2
-"""Seconds for which the cores are watched."""
+"""Seconds of measuring the cores."""
 
 
 def wait_passively() -> None:
-    """Make waiting OpenMP threads sleep soon, unless the user has set how they wait. Call it before torch is imported."""
+    """Make waiting OpenMP threads sleep early, unless the user configured waiting. Call it before torch is imported."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}:
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def idle_cores() -> float | None:
-    """Return how many of this process's cores are idle, measured for a moment; None if the system does not say."""
+    """Return how many of this process's cores are idle, from a short measurement; None if the system does not report it."""
     try:
         before = _ticks()
         time.sleep(_LOOK)
@@ -57,15 +57,15 @@ def threads(wanted: int) -> tuple[int, str | None]:
     fewer = max(1, round(idle))
     of = f"{fewer} thread{'s' if fewer > 1 else ''}"
     return fewer, (
-        f"other programs keep the cores busy: using {of} in place of {wanted}, which would wait for each other (--threads {wanted} "
-        "uses them all the same)"
+        f"other programs keep the cores busy: using {of} instead of {wanted}, which would wait for each other (--threads {wanted} "
+        "forces them)"
     )
 
 
-def use_threads(asked: int | None) -> str | None:
-    """Use as many as were asked for; where nobody asked, fewer than torch would on a busy machine. What to say of that, if anything."""
+def use_threads(requested: int | None) -> str | None:
+    """Use the requested number of threads, or by default fewer than torch on a busy machine. Return a message about it, if any."""
     import torch
 
-    count, told = (asked, None) if asked else threads(torch.get_num_threads())
+    count, message = (requested, None) if requested else threads(torch.get_num_threads())
     torch.set_num_threads(count)
-    return told
+    return message

@@ -1,8 +1,8 @@
-"""Every diagnostic that kvdsl can give: its code, a title, an explanation, and a small example that fails with it.
+"""Every diagnostic of kvdsl, with its code, title, explanation, and a small failing example.
 
 KV01 reading and syntax · KV02 names, imports, inheritance · KV03 expressions and their axes · KV04 policies as a whole ·
-KV06 tests. A code keeps its meaning for ever; a retired one is not used again: KV0501, "not available in this version", was of the
-version that could not compile the whole language; KV0502, "layout that kernels do not have", of those without tables in Triton.
+KV06 tests. Codes never change their meaning, and retired ones are never reused: KV0501, "not available in this version", for parts of
+the language that could not be compiled; KV0502, "layout that kernels do not have", before Triton kernels had tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Code:
-    """A kind of finding.
+    """A kind of diagnostic.
 
     Attributes:
-        example: a file that has it, for documentation and tests.
-        settings: `--set` values that the example needs, if any.
+        example: a file that produces it, for documentation and tests.
+        settings: `--set` values of the example.
     """
 
     id: str
@@ -48,7 +48,7 @@ def _code(
 
 
 def _policy(*statements: str, edition: int = 1) -> str:
-    """A file with one policy of these statements."""
+    """Return a file with one policy of these statements."""
     lines = "".join(f"  {statement}\n" for statement in statements)
     return f'kv {edition}\n\npolicy Example {{\n  "An example."\n{lines}}}\n'
 
@@ -60,21 +60,21 @@ _BUDGET = "param budget = 512"
 SYNTAX = _code(
     "KV0101",
     "syntax error",
-    "The text is not what the grammar expects at this place. The message says what could stand there instead.",
+    "The text does not match the grammar at this place. The message lists what could stand there instead.",
     _policy(_BUDGET, "score"),
 )
 CHARACTER = _code(
     "KV0102",
     "unexpected character",
-    "The character has no meaning in the language. Outside of strings and comments a file consists of names, numbers, "
-    "operators and brackets, all of them ASCII.",
+    "The character has no meaning in the language. Outside strings and comments a file consists of names, numbers, "
+    "operators and brackets, all in ASCII.",
     _policy(_BUDGET, "score sum(attn) × 2"),
 )
 STRING_END = _code(
     "KV0103",
     "string without an end",
-    "A string in single or double quotes ends on its own line; one in triple quotes may run over several lines, but "
-    "has to end before the file does.",
+    "A string in single or double quotes ends on its own line. A string in triple quotes may span several lines, but must "
+    "end before the file does.",
     'kv 1\n\npolicy Example {\n  "An example.\n}\n',
 )
 STATEMENT = _code(
@@ -85,9 +85,8 @@ STATEMENT = _code(
 )
 ENCODING = _code(
     "KV0105",
-    "not a text in UTF-8",
-    "Policies are text files in UTF-8. This one has bytes that are not, or characters that no text has, so it is "
-    "perhaps not a policy at all.",
+    "not UTF-8 text",
+    "Policies are text files in UTF-8. This file has invalid bytes or control characters, so it may not be a policy at all.",
     'kv 1\n\npolicy Example { "An example.\0" }\n',
 )
 TOO_LARGE = _code(
@@ -99,8 +98,8 @@ TOO_LARGE = _code(
 TOO_DEEP = _code(
     "KV0107",
     "expression too large",
-    "Expressions may be nested 100 deep and have 1,000 parts, with all their lets and functions put in. Every part is "
-    "evaluated for every cached token, so a real policy stays far below that.",
+    "Expressions may be nested 100 deep and have 1,000 parts, after lets and functions are inlined. Every part is evaluated "
+    "for every cached token, so real policies stay far below that.",
     _policy(_BUDGET, "score " + "-" * 101 + "position"),
 )
 NUMBER = _code(
@@ -112,16 +111,16 @@ NUMBER = _code(
 EDITION_MISSING = _code(
     "KV0109",
     "no edition",
-    "Every file says on its first line which edition of the language it is written in, so that a later kvdsl reads it "
-    "as it was meant. Without the line the current edition is assumed.",
+    "The first line of a file states its edition of the language, so that later versions of kvdsl read it the same way. "
+    "Without it the newest edition is assumed.",
     'policy Example {\n  "An example."\n}\n',
     severity="warning",
 )
 GONE = _code(
     "KV0117",
     "not in this edition",
-    "Edition 2 has fewer words than edition 1: what one policy used, or none, is said with others. A file of edition 1 goes on meaning "
-    "what it means; `kvdsl fmt --upgrade` rewrites it.",
+    "Edition 2 removed some words of edition 1 that few policies used, and expresses them with others. A file of edition 1 "
+    "keeps its meaning; `kvdsl fmt --upgrade` rewrites it.",
     _policy(_BUDGET, "score mean(sum(attn) over page)", edition=2),
 )
 EDITION = _code(
@@ -133,15 +132,15 @@ EDITION = _code(
 BAD_NAME = _code(
     "KV0111",
     "name that cannot be used",
-    "Names of params become Python keyword arguments and C++ names, a policy's name becomes a class and its file's "
-    "stem a package. So the keywords of both languages, the arguments that every cache has (`model`, `backend`, "
-    "`seed`, ...), names with two underscores in a row and names longer than 64 characters are refused.",
+    "Names of params become Python keyword arguments and C++ names, a policy's name becomes a class, and its file's stem a "
+    "package. So keywords of both languages, arguments of every cache (`model`, `backend`, `seed`, ...), names with `__` "
+    "and names longer than 64 characters are refused.",
     _policy("param class = 3", "param budget = class", "score position"),
 )
 UNCLOSED = _code(
     "KV0112",
     "bracket without its partner",
-    "Each `(` and `{` needs its `)` or `}`, and the other way round.",
+    "Each `(` and `{` needs its `)` or `}`, and the reverse.",
     _policy(_BUDGET, "score sum(attn"),
 )
 ESCAPE = _code(
@@ -159,8 +158,8 @@ UNREADABLE = _code(
 PYTHON = _code(
     "KV0115",
     "the Python file fails",
-    """The Python file in which a policy is written raised an error while it was run, at this place. Expressions of `kvdsl.lang` have no
-    value in Python: they are not true or false, and nothing can be done with them but what the language has.""",
+    "The Python file of the policy raised an error at this place while it was executed. Expressions of `kvdsl.lang` have no "
+    "value in Python: they are neither true nor false, and support only the operations of the language.",
     "",
 )
 
@@ -169,52 +168,52 @@ PYTHON = _code(
 UNKNOWN_NAME = _code(
     "KV0201",
     "unknown name",
-    "The name is none of the policy's params and lets, of the imported lets, of the prelude's, or of the built-in inputs.",
+    "The name is not a param or let of the policy, an imported let, a name of the prelude, or a built-in input.",
     _policy(_BUDGET, "score mean(atn)"),
 )
 UNKNOWN_FUNCTION = _code(
     "KV0202",
     "unknown function",
-    "There is no function of that name, neither built in nor in the prelude, the imports or the policy.",
+    "There is no function of that name, neither built-in nor in the prelude, the imports or the policy.",
     _policy(_BUDGET, "score average(attn)"),
 )
 UNKNOWN_POLICY = _code(
     "KV0203",
     "unknown policy",
-    "A policy can extend the policies of imported files, by the name that stands after `policy` there.",
+    "A policy can extend the policies of imported files, by the name after `policy` in that file.",
     'kv 1\n\npolicy Example extends H2O {\n  "An example."\n}\n',
 )
 IMPORT = _code(
     "KV0204",
     "import that is not allowed",
-    '`import roco` names a shipped policy, as `kvdsl list` shows them. `import "mine.kv"`, in quotes, names a file by a path '
+    '`import roco` imports a shipped policy from `kvdsl list`. `import "mine.kv"`, in quotes, imports a file by a path '
     "relative to the importing file.",
     'kv 1\nimport "/etc/passwd"\n\npolicy Example {\n  "An example."\n}\n',
 )
 CYCLE = _code(
     "KV0205",
     "circle of definitions",
-    "Something is defined by itself: a let that uses itself, or files that import each other. Lets and functions are "
-    "put in where they are used, so they cannot be recursive.",
+    "Something is defined through itself: a let that uses itself, or files that import each other. Lets and functions are "
+    "inlined, so they cannot be recursive.",
     _policy(_BUDGET, "let f(x) = f(x) + 1", "score f(position)"),
 )
 DUPLICATE = _code(
     "KV0206",
     "name defined twice",
-    "A policy's params and lets share one set of names, in which each may be defined once. No two tests of a file have the "
-    "same title.",
+    "The params and lets of a policy share one set of names, each defined once. Two tests of a file cannot have the same "
+    "title.",
     _policy(_BUDGET, "param budget = 256", "score position"),
 )
 STATEMENT_TWICE = _code(
     "KV0207",
     "statement given twice",
-    "Each statement but `param`, `let` and `keep` may stand once in a policy.",
+    "Each statement except `param`, `let` and `keep` may occur once in a policy.",
     _policy(_BUDGET, "score position", "score sum(attn)"),
 )
 NEEDS_OVERRIDE = _code(
     "KV0208",
     "override not declared",
-    "A policy that changes what it inherits says so with `override`, so that a reader sees it, and so that a new "
+    "A policy that changes an inherited statement declares it with `override`. So readers see the change, and a new "
     "statement in the extended policy cannot be replaced by accident.",
     'kv 1\nimport h2o\n\npolicy Example extends H2O {\n  "An example."\n  score position\n}\n',
 )
@@ -240,36 +239,36 @@ ONE_POLICY = _code(
 UNUSED = _code(
     "KV0212",
     "unused name",
-    "Nothing reads the param, let, tensor or given value. Perhaps a statement is missing, or reads another name by mistake.",
+    "Nothing reads the param, let, tensor or given value. A statement may be missing, or read another name by mistake.",
     _policy(_BUDGET, "param sinks = 4", "score position"),
     severity="warning",
 )
 NO_DOCSTRING = _code(
     "KV0213",
     "no docstring",
-    "The first thing in a policy is a string that says what it does and where it comes from. It becomes the "
-    "documentation of the generated class.",
+    "A policy starts with a string that states what it does and its source. It becomes the documentation of the generated "
+    "class.",
     "kv 1\n\npolicy Example {}\n",
     severity="warning",
 )
 NO_SUCH_POLICY = _code(
     "KV0214",
     "no such policy file",
-    """A policy is given by the stem of a shipped one (see `kvdsl list`), by the path of a .kv file, or, if it is written in Python, as
-    `module.py:policy`.""",
+    "A policy is named by the stem of a shipped one (see `kvdsl list`), by the path of a .kv file, or, if it is written in "
+    "Python, as `module.py:policy`.",
     "",
 )
 UNKNOWN_SETTING = _code(
     "KV0215",
     "unknown param in a setting",
-    "`--set NAME=VALUE` sets a param of the policy; it has no param of that name.",
+    "`--set NAME=VALUE` sets a param of the policy, which has no param of that name.",
     _policy(_BUDGET, "score position"),
     settings=(("buget", "256"),),
 )
 BAD_SETTING = _code(
     "KV0216",
-    "setting that is no number",
-    "The value in `--set NAME=VALUE` is a finite number, written as in a policy.",
+    "setting that is not a number",
+    "The value in `--set NAME=VALUE` must be a finite number, written as in a policy.",
     _policy(_BUDGET, "score position"),
     settings=(("budget", "abc"),),
 )
@@ -277,31 +276,31 @@ BAD_SETTING = _code(
 SHIPPED_BY_FILE = _code(
     "KV0217",
     "file or shipped policy",
-    '`import "roco.kv"` names a file beside the importing one, and `import roco` the shipped policy. A file\'s name without a '
-    "folder that is a shipped policy's may mean either: while there is no such file, the shipped policy is taken, and once there "
-    'is one, it is. So the import should say which: `import roco`, or `import "./roco.kv"`. In `roco_test.kv`, '
-    '`import "roco.kv"` is the file that it tests.',
+    '`import "roco.kv"` imports a file next to the importing one, and `import roco` the shipped policy. A shipped policy\'s '
+    "file name without a folder is ambiguous: the shipped policy is imported unless such a file exists. Write `import roco` "
+    'or `import "./roco.kv"` instead. In `roco_test.kv`, `import "roco.kv"` is the file under test.',
     'kv 1\nimport "h2o.kv"\n\npolicy Example extends H2O {\n  "An example."\n  keep first 4\n}\n',
     severity="warning",
 )
 TENSOR = _code(
     "KV0218",
     "tensor over an unknown axis",
-    "What a tensor of a file varies over stands in brackets, in the order in which the file has it: `layers` of the model, `heads`, "
-    "the KV heads of a layer, and `dims` of a key, each once at most.",
+    "The axes of a tensor are in brackets, in the order of the file: `layers` of the model, `heads` for the KV heads of a "
+    "layer, and `dims` of a key, each at most once.",
     _policy(_BUDGET, 'tensor filter [layers, head, dims] from "filter.safetensors"', "score -dot(filter, k)"),
 )
 TENSOR_FILE = _code(
     "KV0219",
     "tensor from a file that is not allowed",
-    "Tensors are read from safetensors files, which hold numbers and nothing that could run. The path is relative to the folder of the "
-    "policy and does not lead out of it, so that a policy reads nothing that was not put beside it.",
+    "Tensors are read from safetensors files, which hold only numbers. The path is relative to the folder of the policy and "
+    "stays inside it, so a policy cannot read unrelated files.",
     _policy(_BUDGET, 'tensor filter [layers, heads, dims] from "../filter.safetensors"', "score -dot(filter, k)"),
 )
 GIVEN_DEFAULT = _code(
     "KV0220",
-    "default of a given value that is no constant",
-    "What the caller gives of each token may have a default, for forwards in which nothing is given: a number that reads nothing.",
+    "default of a given value that is not a constant",
+    "A value from the caller may have a default, for forwards in which it is not given. The default is a number that reads "
+    "nothing.",
     _policy(_BUDGET, "given importance = budget / 2", "score importance"),
 )
 
@@ -310,8 +309,8 @@ GIVEN_DEFAULT = _code(
 SCORE_AXES = _code(
     "KV0301",
     "not one number per slot",
-    "`score` and `keep top ... by` rank the cached tokens, so they need one number per slot. An expression that also "
-    "varies over queries or dims has to be reduced first, for example by `mean(...)`, `sum(...)` or `last(...)`.",
+    "`score` and `keep top ... by` rank the cached tokens, so they need one number per slot. An expression that also varies "
+    "over queries or dims must be reduced first, for example by `mean(...)`, `sum(...)` or `last(...)`.",
     _policy(_BUDGET, "score attn"),
 )
 COUNT_AXES = _code(
@@ -330,20 +329,20 @@ CONDITION = _code(
 REDUCTION = _code(
     "KV0304",
     "nothing to reduce",
-    "A reduction takes away an axis, which its body must have: `mean(x)` needs an x with one value per query, `mean(x "
-    "over slots)` one per slot, `mean(x over dims)` one per dim.",
+    "A reduction removes an axis, which its body must have: `mean(x)` needs an x with one value per query, `mean(x over "
+    "slots)` one per slot, `mean(x over dims)` one per dim.",
     _policy(_BUDGET, "score mean(position)"),
 )
 NESTED = _code(
     "KV0305",
     "reduction over queries inside another",
-    "A reduction over queries is kept up to date as queries come by, so its body can only read what one query sees.",
+    "A reduction over queries is updated by every query, so its body can only read what one query sees.",
     _policy(_BUDGET, "score sum(attn > mean(attn))"),
 )
 ARGUMENTS = _code(
     "KV0306",
     "wrong arguments",
-    "The function takes another number of arguments, or the argument makes no sense for it.",
+    "The function takes a different number of arguments, or an argument is invalid for it.",
     _policy(_BUDGET, "score where(position > 3, 1)"),
 )
 AXIS = _code(
@@ -355,117 +354,118 @@ AXIS = _code(
 )
 NOT_HERE = _code(
     "KV0308",
-    "not known at this place",
-    "Budgets, counts and defaults are fixed when a text's prompt is known: they can read `prompt`, `layer`, `layers`, "
-    "the budget and params, but nothing that changes from step to step; a default reads only the params before it. Budgets, and counts of "
-    "tokens that are kept or selected, may read tensors and differ between the KV heads of a layer; what these have in common may not. "
-    "A condition by which tokens are selected is of a token, and known of no page.",
+    "not available here",
+    "Budgets, counts and defaults are fixed once the prompt is known. They can read `prompt`, `layer`, `layers`, the budget "
+    "and params, but nothing that changes from step to step; a default reads only earlier params. Budgets, and counts of "
+    "kept or selected tokens, may read tensors and so differ between the KV heads of a layer; numbers that the heads share "
+    "may not. A condition in `select where` tests single tokens, not pages.",
     _policy("param budget = live / 2", "score position"),
 )
 NOT_A_FUNCTION = _code(
     "KV0309",
     "function and value confused",
-    "A function is called with its arguments in parentheses; anything else is not called.",
+    "A function is called with its arguments in parentheses; a value is not called.",
     _policy(_BUDGET, "score position(3)"),
 )
 OPTION = _code(
     "KV0310",
     "unknown word in a statement",
-    "The statement takes one of a few words, which the message lists: `group mean`, `group max` and `group sum`, say.",
+    "The statement takes one of a few words, which the message lists, for example `group mean`, `group max` and `group "
+    "sum`.",
     _policy(_BUDGET, "score sum(attn)", "group average"),
 )
 RANDOM = _code(
     "KV0311",
-    "random number where pages are read",
-    "A page's value is the same for every query, but `random()` is drawn again by every query and at every settle.",
+    "random number over pages",
+    "The value of a page is the same for every query, but `random()` is drawn again by every query and at every settle.",
     _policy(_BUDGET, "pages 16", "score max(random() over page)"),
 )
 PAGE = _code(
     "KV0312",
-    "no value of a token alone",
-    "A reduction `over page` takes what every token of the page has whatever the query: keys and values, state that was reduced over "
-    "queries, positions. What varies over queries is reduced over queries first.",
+    "value that depends on the query",
+    "A reduction `over page` reads values of tokens that do not depend on the query: keys and values, state that was "
+    "reduced over queries, positions. Reduce values that vary over queries first.",
     _policy(_BUDGET, "pages 16", "score mean(attn over page)"),
 )
 POOL = _code(
     "KV0313",
     "pool at the wrong place",
-    "`max_pool(x, n)` and `mean_pool(x, n)` pool one number per slot along the tokens that are not protected. So they stand in a "
-    "`score`, which is found when it is known what is protected, neither inside of a reduction nor of another pool.",
+    "`max_pool(x, n)` and `mean_pool(x, n)` pool one number per slot over the unprotected tokens. So they belong in a "
+    "`score`, which is evaluated once protection is known, and not inside a reduction or another pool.",
     _policy(_BUDGET, "score sum(max_pool(attn, 7))"),
 )
 RANK = _code(
     "KV0320",
     "nothing to rank by",
-    "`rank(x)` is a slot's place in the order of x, so x is one number per slot; in a reduction over queries or in a `select` it may vary "
-    "over queries as well.",
+    "`rank(x)` is a slot's place in the order of x, so x is one number per slot. In a reduction over queries or in a "
+    "`select` it may also vary over queries.",
     _policy(_BUDGET, "score rank(budget)"),
 )
 PROJECT = _code(
     "KV0321",
     "dims that do not fit",
-    "`project(x, basis)` makes a vector over the dims of a key one over the `rank` of a tensor, `tensor basis [layers, heads, dims, rank] "
-    "from ...`. Such dims are others than a key's: `dot(project(q, basis), project(k, basis))` has a meaning, `dot(project(q, basis), k)` "
-    "has none.",
+    "`project(x, basis)` maps a vector over the dims of a key to the `rank` of a tensor, `tensor basis [layers, heads, "
+    "dims, rank] from ...`. Projected dims are not those of a key: `dot(project(q, basis), project(k, basis))` is valid, "
+    "`dot(project(q, basis), k)` is not.",
     _policy('tensor basis [dims, rank] from "basis.safetensors"', "select top 64 by dot(project(q, basis), k)"),
 )
 ROTATE = _code(
     "KV0323",
     "nothing to rotate",
-    "`turn`, `ahead` and `pairs` apply the model's rotation to a key, a query, or an elementwise expression of one. Values have no "
-    "positions, and what `project` gives has other dims.",
+    "`turn`, `ahead` and `pairs` apply the model's rotation to a key, a query, or an elementwise expression of one. Values "
+    "have no positions, and `project` returns other dims.",
     _policy(_BUDGET, "score norm2(turn(v, 3))"),
 )
 TEXT = _code(
     "KV0324",
     "not over the text",
-    "`over text` ranges over all queries of the prompt that has come, whether they saw the slot or not. These are there until the "
-    "prompt has settled: for a score under `when prefill`, and not in a prompt that settles block by block. What a query gave "
-    "(`attn`, `logit`) it did not give to slots behind it, and so cannot be read.",
+    "`over text` ranges over all queries of the current prompt, whether they saw the slot or not. These exist until the "
+    "prompt has settled: for a score under `when prefill`, and not in a prompt that settles block by block. Queries before "
+    "a slot have no `attn` or `logit` for it, so these cannot be read.",
     _policy(_BUDGET, "score mean(dot(q, k) over text)"),
 )
 OTHERS = _code(
     "KV0325",
     "no slot to compare with",
-    "A reduction `over slots as j` compares each slot with all live slots of its KV head, one by one: `max(dot(k, j.k) over slots as j "
-    "where j.position != position)`. `j.x` is what the slot j has of x, and `j.(x + y)` of an expression. It is found in a settle, from "
-    "what slots have whatever the query, and `j` means nothing elsewhere.",
+    "A reduction `over slots as j` compares each slot with all live slots of its KV head, one by one: `max(dot(k, j.k) over "
+    "slots as j where j.position != position)`. `j.x` is the value of x of the slot j, and `j.(x + y)` that of an "
+    "expression. Slots are compared in a settle, by values that do not depend on the query, and `j` has no meaning "
+    "elsewhere.",
     _policy(_BUDGET, "score sum(dot(k, j.k) over slots)"),
 )
 KEY = _code(
     "KV0326",
     "not a key",
-    "`mean(x over slots by key)` gives every slot the mean of the slots that have the same key as it, as pages do: `by floor(position / "
-    "16)`. A key is one number per slot, whatever the query, and so is what is reduced. A policy has pages of one kind: one that reads "
-    "them for its score and selects as well selects whole ones.",
+    "`mean(x over slots by key)` gives every slot the mean over the slots with its key, as for pages: `by floor(position / "
+    "16)`. Key and x are one number per slot that does not depend on the query. A policy has one size of pages: if its "
+    "score reads pages and it selects as well, it selects whole pages.",
     _policy(_BUDGET, "score mean(k over slots by attn)"),
 )
 SELECT_AXES = _code(
     "KV0314",
     "not one number per slot or dim",
-    "`select` ranks slots, so it needs one number per slot; `sketch` ranks dims, so it needs one number per dim. Both may vary "
-    "over queries, since each query ranks for itself.",
+    "`select` ranks slots, so it needs one number per slot; `sketch` ranks dims, so it needs one number per dim. Both may "
+    "vary over queries, since each query ranks alone.",
     _policy("select top 64 by q"),
 )
 LOOKS_BACK = _code(
     "KV0315",
     "not known before a query attends",
-    "A query selects and sketches before it attends, and for itself. So what they rank by reads queries, keys, values and "
-    "numbers, but no `attn`, no `logit` and no reduction over queries; what a sketch ranks by has no `random()` and no `over "
-    "page` either.",
+    "A query selects and sketches before it attends, and alone. So it ranks by queries, keys, values and numbers, but not "
+    "by `attn`, `logit` or reductions over queries; a sketch cannot read `random()` or `over page` either.",
     _policy("select top 64 by attn"),
 )
 SKETCH_READ = _code(
     "KV0316",
-    "`over sketch` outside of `select`",
-    "The dims of a sketch are found for the queries that select. Scores and keeps read all dims, and so does the sketch itself.",
+    "`over sketch` outside `select`",
+    "The dims of a sketch are chosen for queries that select. Scores, keeps and the sketch itself read all dims.",
     _policy(_BUDGET, "score sum(dot(q, k over sketch))"),
 )
 VECTOR = _code(
     "KV0317",
-    "a vector of every token",
-    "A reduction over queries is one number per cached token, which every query moves. So what it reduces may vary over queries and "
-    "slots, but no longer over dims: `mean(dot(q, k))` can be remembered, `dot(mean(q), k)` would take a whole vector of every token.",
+    "a vector per token",
+    "A reduction over queries is one number per cached token, which every query updates. So its body may vary over queries "
+    "and slots, but not over dims: `mean(dot(q, k))` can be stored, `dot(mean(q), k)` would need a whole vector per token.",
     _policy(_BUDGET, "score dot(mean(q), k)"),
 )
 
@@ -474,66 +474,66 @@ VECTOR = _code(
 NO_SCORE = _code(
     "KV0401",
     "budget without a score",
-    "With a budget, tokens have to leave; the score says which.",
+    "A budget evicts tokens, and a score decides which.",
     _policy(_BUDGET),
 )
 NO_BUDGET = _code(
     "KV0402",
     "score without a budget",
-    "Without a budget nothing is ever evicted, so a score has no meaning, nor has anything else that is about eviction. In a "
-    "policy that selects, `keep first` and `keep last` have one: what they protect is never skipped.",
+    "Without a budget nothing is ever evicted, so a score and other statements about eviction have no meaning. In a policy "
+    "that selects, `keep first` and `keep last` have one: their tokens are always selected.",
     _policy("score position"),
 )
 BUDGET = _code(
     "KV0403",
     "budget below 1, or with a fraction",
-    "A policy keeps at least one token, and whole ones. A ratio of the prompt is written `0.25 * prompt`; only the param `budget` "
-    "itself may be given as a number above 0 and up to `1.0`, written with a point, which then means that; `1` is one token.",
+    "A policy keeps at least one token, and whole ones. A ratio of the prompt is written `0.25 * prompt`. Only the param "
+    "`budget` itself may be a ratio above 0 and up to `1.0`, written with a point; `1` is one token.",
     _policy("param budget = 0", "score position"),
 )
 KEEPS = _code(
     "KV0404",
     "more kept than the budget holds",
-    "What `keep first`, `keep last` and `keep top` protect has to fit into the budget; the first and the last tokens "
-    "are always selected as well, and have to fit into what is selected. Different scopes may protect the same tokens, "
-    "but the first and the last tokens are different ones once there is anything to evict.",
+    "The tokens of `keep first`, `keep last` and `keep top` must fit into the budget. First and last tokens are always "
+    "selected as well, so they must fit into the selected tokens. Different scopes may protect the same tokens, but the "
+    "first and the last tokens are distinct once there is anything to evict.",
     _policy(_BUDGET, "score position", "keep first 300", "keep last 300"),
 )
 KEEPS_IN_LAYER = _code(
     "KV0423",
     "more kept than the budget of a layer holds",
-    "The budget differs from layer to layer, and in a model of 32 layers what is protected does not fit into the smallest. Models with "
-    "fewer layers may have room; a cache raises an error where there is none, with the budget that would do.",
+    "The budget differs from layer to layer, and in a model of 32 layers the protected tokens exceed the smallest one. "
+    "Models with fewer layers may have room; otherwise a cache raises an error that states a sufficient budget.",
     _policy(_BUDGET, "budget budget / (1 + layer)", "score position", "keep last 32"),
     severity="warning",
 )
 OVERPROTECTED = _code(
     "KV0424",
     "more protected than the budget keeps",
-    "If what is protected leaves too few tokens to evict, protected tokens leave: what `keep top` and `keep where` protect before what "
-    "`keep first` and `keep last` do, of either the lowest-scored first; in edition 1 all alike. `keep where position < prompt` "
-    "protects a prompt of any length, which a budget that does not grow with it cannot hold; so may several `keep` lines together. "
-    "Under `cap hard`, room for a token is made before it comes, so that one token less is kept then. At a prompt's end, a cache "
-    "warns where that happens.",
+    "If protection leaves too few tokens to evict, protected tokens are evicted: those of `keep top` and `keep where` "
+    "before those of `keep first` and `keep last`, the lowest-scored first; in edition 1 all alike. `keep where position < "
+    "prompt` protects a prompt of any length, which exceeds a budget that does not grow with it; so may several `keep` "
+    "lines together. Under `cap hard`, room is made before a token arrives, so one token less is kept then. At the end of a "
+    "prompt, a cache warns if this happens.",
     _policy(_BUDGET, "score sum(attn)", "keep where position < prompt"),
     severity="warning",
 )
 NEGATIVE = _code(
     "KV0405",
     "negative count",
-    "A count of tokens is at least 0, whatever the values of the params that it is computed from.",
+    "A count of tokens is at least 0, whatever the values of its params.",
     _policy(_BUDGET, "score position", "keep first 0 - 4"),
 )
 OUT_OF_RANGE = _code(
     "KV0406",
     "value out of its range",
-    "The param's default or setting lies outside of the range that its `in LO..HI` declares.",
+    "The param's default or setting is outside the range of its `in LO..HI`.",
     _policy("param budget = 512 in 1..256", "score position"),
 )
 EMPTY_RANGE = _code(
     "KV0407",
     "range without values",
-    "In a range `LO..HI`, of a param or of layers, the first end is not above the second; both belong to it. The ends of a "
+    "In a range `LO..HI`, of a param or of layers, the first end is not above the second; both are included. The ends of a "
     "param's range are constants.",
     _policy("param budget = 512 in 1024..1", "score position"),
 )
@@ -547,90 +547,91 @@ NO_VALUE = _code(
 BUDGET_CYCLE = _code(
     "KV0409",
     "budget defined by itself",
-    "The budget is computed from something that itself reads the budget.",
+    "The budget depends on something that reads the budget.",
     _policy("param sinks = budget / 8", "budget sinks * 2", "score position"),
 )
 
 BOUNDS = _code(
     "KV0410",
     "number out of bounds",
-    "Each number has bounds: a page, a block, a pool and a history have at least 1 token, a sketch has 1 to 256 dims (no "
-    "supported model's heads have more) and is renewed every 1 query or more, what is selected is at least 1 token, the floor "
-    "of `across heads` or `across layers` and the decay of `ema` lie between 0 and 1.",
+    "Each number has bounds. A page, a block, a pool and a history have at least 1 token. A sketch has 1 to 256 dims (no "
+    "supported model has larger heads) and an interval of at least 1 query. At least 1 token is selected. The floor of "
+    "`across heads` or `across layers` and the decay of `ema` are between 0 and 1.",
     _policy("select top 64 by dot(q, k)", "pages 0"),
 )
 PHASE = _code(
     "KV0411",
     "statement about a phase in which nothing is evicted",
-    "Under `when prefill` nothing leaves while decoding: `trigger`, `slack`, `max_drop` and `cap hard` say how tokens leave "
-    "step by step, so they have no meaning there. Under `when decode` nothing leaves while the prompt is read, so `prefill "
-    "blocks` has none.",
+    "Under `when prefill` nothing is evicted while decoding, so `trigger`, `slack`, `max_drop` and `cap hard`, which "
+    "control step-by-step eviction, have no meaning. Under `when decode` nothing is evicted while the prompt is read, so "
+    "`prefill blocks` has none.",
     _policy(_BUDGET, "score sum(attn)", "when prefill", "slack 4", "max_drop 8"),
 )
 MEASURED = _code(
     "KV0440",
-    "what a budget that reads the data does not go with",
-    """A budget that reads what is cached, or `seen`, is found at every settle, for each KV head by itself. So nothing else can read
-    `budget` then, heads cannot share it, and room cannot be made before a token is placed.""",
+    "conflict with a data-dependent budget",
+    "A budget that depends on cached tokens, or on `seen`, is evaluated at every settle, for each KV head alone. So nothing "
+    "else can read `budget`, heads cannot share it, and room cannot be made before a token is placed.",
     _policy("budget 0.5 * seen at most 512", "score sum(attn)", "keep last budget / 4"),
 )
 ACROSS = _code(
     "KV0412",
-    "budget across heads or layers that cannot share it",
-    "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
-    "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
-    "gives each head is its own. What a layer's share depends on, `across layers by ...`, is one number for all its KV heads; there "
-    "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens, and in the "
-    "score of heads that share a budget, of one number each; `rank(x over heads)` is for the latter alone.",
+    "heads or layers that cannot share a budget",
+    "`budget ... across heads` distributes a layer's tokens among its heads once, after the prompt, and `across layers` "
+    "those of all layers; this needs `when prefill`. Heads that agree on victims have nothing to distribute, and budgets "
+    "from a tensor are per head. The weight in `across layers by ...` is one number for all KV heads of a layer; in it "
+    "`over heads` reduces one number per head. `over heads` is also valid in `select`, where heads hold the same tokens, "
+    "and in the score of heads that share a budget; `rank(x over heads)` only in the latter.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
 REUSED = _code(
     "KV0441",
-    "layers that cannot take over a choice",
-    "`select ... from layers (2, 13)` has the layers above attend to what these choose, token by token of the text. So they "
-    "have to hold the same tokens, which layers that evict do not. A weight is of the layer that chose, and is handed to no other.",
+    "layers that cannot reuse a selection",
+    "With `select ... from layers (2, 13)` other layers attend to the same positions as these layers select. So they must "
+    "hold the same tokens, which evicting layers do not. A weight belongs to the selecting layer, and is not passed to "
+    "others.",
     _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) from layers (2)"),
 )
 EACH = _code(
     "KV0442",
-    "one number of query heads that nothing reduces",
-    "Under `group each` every query head selects for itself: nothing reduces what the query heads of a KV head find. They still share "
-    "its tokens, its budget and its sketch, and the heads of a layer vote as KV heads. So what a score, a budget, a `keep`, a `sketch` "
-    "or `over heads` reads is the same for all of them: keys, values and positions, but no `attn` and no `q`. Without `select` "
-    "there is nothing to choose. A condition on tokens that reads `q`, `select where dot(q, k) > 0`, needs `group each`.",
+    "one number for query heads that select separately",
+    "Under `group each` every query head selects for itself, and nothing is reduced over the query heads of a KV head. They "
+    "still share its tokens, its budget and its sketch, and the heads of a layer vote as KV heads. So a score, a budget, a "
+    "`keep`, a `sketch` and `over heads` can read keys, values and positions, but not `attn` or `q`. Without `select` there "
+    "is nothing to choose. A condition on tokens that reads `q`, such as `select where dot(q, k) > 0`, needs `group each`.",
     _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k)", "group each"),
 )
 COMPACT = _code(
     "KV0413",
     "sketch or pages with compact positions",
-    "A sketch and the minima and maxima of a page are read from keys as they are stored: rotated at the tokens' places in the "
-    "text. With `positions compact` attention rotates them otherwise, so what is read would not tell what is attended to.",
+    "A sketch and the minima and maxima of a page are computed from keys as stored: rotated by the tokens' positions in the "
+    "text. With `positions compact` attention rotates them differently, so they would not predict attention.",
     _policy(_BUDGET, "score sum(attn)", "positions compact", "pages 16", "select top 64 by dot(q, k)"),
 )
 ROPE = _code(
     "KV0414",
     "rope without compact positions",
-    "`rope` says how keys are rotated to compact positions. Original positions need no rotation: keys are stored as they "
-    "arrive, rotated at their places in the text.",
+    "`rope` sets how keys are rotated to compact positions. Original positions need no rotation: keys are stored as they "
+    "arrive, rotated by their positions in the text.",
     _policy(_BUDGET, "score sum(attn)", "rope fused"),
 )
 NEVER_READ = _code(
     "KV0415",
     "sketch or pages that nothing reads",
     "A sketch is read by `over sketch` in `select`. Pages are read by `over page`, and by `select`, which selects by page. "
-    "Without a reader they cost time and memory for nothing.",
+    "Unread, they cost time and memory for nothing.",
     _policy("select top 64 by dot(q, k)", "sketch top 16 dims by abs(q) every 64 queries"),
 )
 NO_PAGES = _code(
     "KV0416",
     "`over page` without pages",
-    "`over page` reads what pages have, and `pages N` says how many tokens a page has.",
+    "`over page` reduces over pages, and `pages N` sets the number of tokens in a page.",
     _policy("select top 64 by sum(q * max(k over page) over dims)"),
 )
 NO_SKETCH = _code(
     "KV0417",
     "`over sketch` without a sketch",
-    "`over sketch` reads some of the dims, and `sketch top D dims by ... every U queries` says which.",
+    "`over sketch` reads some of the dims, and `sketch top D dims by ... every U queries` chooses them.",
     _policy("select top 64 by dot(q, k over sketch)"),
 )
 LOGIT = _code(
@@ -643,33 +644,33 @@ LOGIT = _code(
 SHARED = _code(
     "KV0419",
     "victims that layers or heads cannot share",
-    "Heads with the same victims hold the same tokens, so that no count of tokens may differ between them, as a tensor may make it. Under "
-    "`victims shared by layers` all layers hold the same ones: no count may depend on `layer`, and the victims are known only after the "
-    "last layer, which is too late for `prefill blocks`.",
+    "Heads with the same victims hold the same tokens, so no count of tokens may differ between them, for example through a "
+    "tensor. Under `victims shared by layers` all layers hold the same tokens: no count may depend on `layer`, and the "
+    "victims are known only after the last layer, too late for `prefill blocks`.",
     _policy("budget 64 + layer", "score sum(attn)", "victims shared by layers"),
 )
 BLOCKS = _code(
     "KV0420",
     "blocks without a size, or a size without blocks",
-    "`storage blocks N` and `prefill blocks of N` say how many tokens a block has; `storage in_place` and `prefill whole` have "
-    "no blocks.",
+    "`storage blocks N` and `prefill blocks of N` set the number of tokens in a block; `storage in_place` and `prefill "
+    "whole` have no blocks.",
     _policy(_BUDGET, "score sum(attn)", "prefill blocks"),
 )
 NO_EFFECT = _code(
     "KV0421",
-    "statement without the effect that it seems to have",
-    "With `max_drop` d above 0, `slack` s and `trigger overflow >= R`, each prune of a long text drops max(min(d, R), R - s) "
-    "tokens. Where that is R, `slack` and `max_drop` change nothing; where it is more than d, `max_drop` does not bound it; "
-    "where it is 1, something is pruned at every step. Without `max_drop`, `slack` changes nothing. A `select` of as many tokens as "
-    "are ever cached skips none. Counts are floored: a `keep` of less than one token protects none.",
+    "statement without its apparent effect",
+    "With `max_drop` d above 0, `slack` s and `trigger overflow >= R`, each prune of a long text drops max(min(d, R), R - "
+    "s) tokens. If that is R, `slack` and `max_drop` have no effect; if it is more than d, `max_drop` is no bound; if it is "
+    "1, every step prunes. Without `max_drop`, `slack` has no effect. A `select` of as many tokens as are ever cached skips "
+    "none. Counts are rounded down: a `keep` of less than one token protects none.",
     _policy(_BUDGET, "score position", "trigger overflow >= 32", "slack 4", "max_drop 8"),
     severity="warning",
 )
 HISTORY = _code(
     "KV0422",
-    "history larger than what is cached",
-    "`over last N queries` has to remember N numbers of 4 bytes for each cached token. Beyond 128 queries that is more than the "
-    "token's key and value take, with heads of 128 dims in 16 bits: a cache that is twice as large would cost less.",
+    "history larger than a key and value",
+    "`over last N queries` stores N numbers of 4 bytes for each cached token. Above 128 queries that is more than the "
+    "token's key and value in 16 bits, with heads of 128 dims: a cache twice as large would cost less.",
     _policy(_BUDGET, "score sum(attn over last 400 queries)"),
     severity="warning",
 )
@@ -678,7 +679,7 @@ HISTORY = _code(
 
 
 def _test(*steps: str) -> str:
-    """A file with one test of these steps."""
+    """Return a file with one test of these steps."""
     lines = "".join(f"  {step}\n" for step in steps)
     return f'kv 1\nimport h2o\n\ntest "an example" {{\n{lines}}}\n'
 
@@ -688,50 +689,49 @@ _PROMPT = "prompt { attend 1; attend 0.5, 0.5 }"
 TESTS_APART = _code(
     "KV0601",
     "tests beside a policy",
-    "Tests stand in a file of their own, `h2o_test.kv` for `h2o.kv`, that imports the policy and holds nothing else. So a "
+    "Tests are in a file of their own, `h2o_test.kv` for `h2o.kv`, which imports the policy and holds nothing else. So a "
     "policy's file has only what it is compiled from.",
     _policy() + '\ntest "an example" {\n  use Example\n  attend 1\n  expect kept 0\n}\n',
 )
 TEST_POLICY = _code(
     "KV0602",
     "test without its policy",
-    "A test begins with `use NAME`, which says once what policy it is about.",
+    "A test begins with `use NAME`, which names the policy under test once.",
     _test("attend 1", "expect kept 0"),
 )
 TEST_SETTING = _code(
     "KV0603",
     "setting that the policy refuses",
-    "`set NAME = NUMBER` in a test does what `--set` does for `kvdsl check`: the policy has to have the param, and has to make "
-    'sense with the value. That it is refused can be what a test expects: `expect error "..."`.',
+    "`set NAME = NUMBER` in a test does what `--set` does for `kvdsl check`: the policy must have the param, and accept "
+    'the value. A test can expect a refusal: `expect error "..."`.',
     _test("use H2O", "set buget = 4", "attend 1", "expect kept 0"),
 )
 TEST_ORDER = _code(
     "KV0604",
     "step at the wrong place",
-    "A test first says the policy and its params, then the tokens that come in: a prompt, if there is one, and others one by "
-    "one; a chat has several prompts. What is expected stands behind the token after which it holds.",
+    "A test first names the policy and its params, then lists tokens: a prompt, if there is one, and others one by one; a "
+    "chat has several prompts. An expectation comes after the token to which it refers.",
     _test("use H2O", "expect kept 0, 1", _PROMPT),
 )
 TEST_SIZE = _code(
     "KV0605",
     "wrong count of numbers",
-    "A row of attention has one number for each token that is there, the new one last; all keys and queries of a test have the "
-    "same size, and so have all values. Where there are several KV heads, `/` stands between what each of them is given, and "
-    "what is given once holds for all.",
+    "A row of attention has one number per live token, with the new one last. All keys and queries of a test have the same "
+    "size, and so have all values. Separate the values of several KV heads by `/`; a single value applies to all of them.",
     _test("use H2O", "prompt { attend 1; attend 0.2, 0.3, 0.5 }", "expect kept 0, 1"),
 )
 TEST_STEP = _code(
     "KV0606",
     "step without a meaning",
-    "The policy has nothing that the step speaks of: what a query selects can be expected of a policy with `select`, a score of "
-    "one with a budget. A policy that reads queries or logits needs `token` with its vectors, since `attend` gives only "
+    "The policy lacks what the step refers to: a test can expect `selected` of a policy with `select`, and a score of one "
+    "with a budget. A policy that reads queries or logits needs `token` with its vectors, since `attend` gives only "
     "probabilities.",
     _test("use H2O", "attend 1", "expect selected 0"),
 )
 TEST_OF_NOTHING = _code(
     "KV0607",
     "test that expects nothing",
-    "A test without `expect` can only fail where a row has the wrong count of numbers.",
+    "A test without `expect` can only fail if a row has the wrong number of values.",
     _test("use H2O", "attend 1"),
     severity="warning",
 )

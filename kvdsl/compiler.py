@@ -1,12 +1,12 @@
-"""The pipeline, all of it: source → nodes → policy → plan → files. Every command, `load` and `import` go through here.
+"""The whole pipeline: source → nodes → policy → plan → files. Every command, `load` and `import` use it.
 
     source   the text of a .kv file
-    nodes    what stands in it and in the files that it imports               kvdsl.syntax, kvdsl.sema.modules
-    policy   what it means: the IR, or what is wrong                          kvdsl.sema
-    plan     the same in the words of every target, or why one has none       kvdsl.passes, kvdsl.lower
+    nodes    the syntax of the file and its imports                           kvdsl.syntax, kvdsl.sema.modules
+    policy   the IR, or diagnostics                                           kvdsl.sema
+    plan     the code for every target, or why it has none                    kvdsl.passes, kvdsl.lower
     files    the package, text by name                                        kvdsl.emit
 
-Imports neither torch nor transformers, and each stage only where it is reached: `check` stops at the policy, `explain` at the plan.
+Imports neither torch nor transformers, and each stage only when it is needed: `check` stops at the policy, `explain` at the plan.
 
 >>> analyse(find_policy("roco"), settings={"budget": "256"}).ok
 True
@@ -35,27 +35,26 @@ if TYPE_CHECKING:
 
 
 def find_policy(named: str | Path | WrittenPolicy) -> Path | SourceFile:
-    """The file of a shipped policy, by its stem, or the path itself; of a policy that is written in Python the text that it prints as; and
-    of `h2o with when prefill` the policy with those clauses.
+    """Find a policy: a shipped one by its stem, a path, the text of one written in Python, or one of these with clauses.
 
     Args:
-        named: `"h2o"`, `"mine.kv"`, `"mine.py:calm"`, which runs that file, one of these with clauses, or what `@kvdsl.policy` made.
+        named: `"h2o"`, `"mine.kv"`, `"mine.py:calm"` (the file is executed), `"h2o with when prefill"`, or a `@kvdsl.policy`.
 
     Raises:
-        DiagnosticError: if there is no such policy or file, or if a Python file fails.
+        DiagnosticError: if there is no such policy or file, or a Python file fails.
     """
     return find(str(named), _written) if isinstance(named, (str, Path)) else named.source
 
 
 def _written(path: Path, name: str) -> SourceFile:
-    """What a Python file writes."""
+    """Return the text of a policy in a Python file."""
     from kvdsl.lang.modules import policy_of
 
     return policy_of(path, name).source
 
 
 def plan_of(policy: Policy) -> PackagePlan:
-    """Policy → plan: with constants folded and state columns found, as every target would have it.
+    """Lower a policy to its plan, with folded constants and state columns.
 
     Raises:
         KvdslError: if not even torch has code for something in it.
@@ -68,15 +67,15 @@ def plan_of(policy: Policy) -> PackagePlan:
 def package(
     policy: Policy, source: str, data: Mapping[str, bytes] | None = None, origin: str | None = None
 ) -> dict[str, str]:
-    """Policy → plan → files, text by name.
+    """Return the text files of a policy's package by name.
 
     Args:
         source: the text of the .kv file, for its digest.
-        origin: where that comes from, for the manifest.
-        data: the files that are no text, from `data_of`; who writes them passes what it writes, which is what the digests are of.
+        origin: its location, for the manifest.
+        data: the binary files from `data_of`, for their digests; pass the ones that are written.
 
     Raises:
-        KvdslError: if a file that the policy reads is not there, or does not hold what the policy says.
+        KvdslError: if a file that the policy reads is missing, or does not match the policy.
     """
     from kvdsl.emit.render import data_of, render
 
@@ -88,9 +87,9 @@ class Compiled:
     """A policy, its package and its warnings.
 
     Attributes:
-        files, data: text by name, and what is no text.
+        files, data: text and binary files by name.
         diagnostics: warnings.
-        source, settings: what it was made from.
+        source, settings: the input.
     """
 
     policy: Policy
@@ -102,32 +101,31 @@ class Compiled:
 
 
 def compile_file(named: str | Path | WrittenPolicy, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
-    """A shipped policy, by its stem, a .kv file, a policy that is written in Python, or one of them with clauses (`h2o with when prefill`),
-    through all stages.
+    """Compile a shipped policy, a .kv file or a policy written in Python, optionally with clauses (`h2o with when prefill`).
 
     Raises:
-        DiagnosticError: if there is no such file, or if it has errors.
+        DiagnosticError: if there is no such file, or it has errors.
     """
     return compile_found(find_policy(named), settings)
 
 
 def compile_found(found: Path | SourceFile, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
-    """The same of what `find_policy` has found.
+    """Compile a result of `find_policy`.
 
     Raises:
         DiagnosticError: if it has errors.
     """
     analysis = analyse(found, settings=settings)
-    if not analysis.ok:  # of a file that cannot be read, too
+    if not analysis.ok:  # also if the file cannot be read
         raise DiagnosticError(analysis.diagnostics)
     return _compiled(analysis, text_of(found), found, settings)
 
 
 def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
-    """A policy that lies in no file, through all stages; what it imports is looked for in the current folder.
+    """Compile the text of a policy; its imports start in the current folder.
 
     Raises:
-        DiagnosticError: if it has errors; their places are called after the policy, `<roco>` for `policy RoCo`.
+        DiagnosticError: if it has errors; their file is named after the policy, `<roco>` for `policy RoCo`.
     """
     from kvdsl.sema.names import problem
 

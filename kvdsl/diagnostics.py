@@ -1,7 +1,7 @@
-"""Diagnostics: what is wrong with a source, where, and how to mend it.
+"""Diagnostics: errors and warnings in a source, with places and fixes.
 
-How messages are written: the first letter is lower-case, there is no full stop, what the user wrote stands in backticks, and
-how to mend it is said apart, in `help`. Nothing of Python (types, reprs, tokens) shows.
+Messages start in lower case, have no full stop, and quote the user's text in backticks; `help` says how to fix the error. Nothing of
+Python (types, reprs, tokens) appears in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdsl.source import SourceFile, Span
 
 @dataclass(frozen=True)
 class Label:
-    """A second place that a diagnostic speaks of."""
+    """A second place of a diagnostic."""
 
     span: Span
     text: str
@@ -34,10 +34,10 @@ class Diagnostic:
     """One finding.
 
     Attributes:
-        span: where its caret points.
-        help: how to mend it, in words.
-        labels: other places that belong to it.
-        fixes: the edits that the help offers, the surest first.
+        span: the place of its caret.
+        help: the fix in words.
+        labels: other related places.
+        fixes: the edits of the help, the most certain first.
     """
 
     code: str
@@ -50,24 +50,24 @@ class Diagnostic:
 
     @property
     def file(self) -> str:
-        """The name of the file that it is about."""
+        """The name of its file."""
         return self.span.file.name
 
     def at_origin(self) -> Diagnostic:
-        """The same at the places where what it speaks of was written, which is elsewhere if a program made the text."""
+        """Return the diagnostic at the places that produced the text, which are elsewhere if a program made it."""
         inner, *around = self.span.file.origins(self.span)
         labels = [Label(next(label.span.file.origins(label.span)), label.text) for label in self.labels]
         if around and not around[-1].holds(inner):
             labels.append(Label(around[-1], "used here"))
-        fixes = self.fixes if inner is self.span else ()  # they edit the text
+        fixes = self.fixes if inner is self.span else ()  # edits refer to the text
         return replace(self, span=inner, labels=tuple(labels), fixes=fixes)
 
 
 class DiagnosticError(KvdslError):
-    """A policy that cannot be compiled, or is not there.
+    """A policy that is missing or cannot be compiled.
 
     Attributes:
-        diagnostics: what is wrong, and where; the text shows them as `kvdsl check` does.
+        diagnostics: the findings; the error's text shows them like `kvdsl check`.
     """
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
@@ -83,18 +83,18 @@ MAX_FINDINGS = 50
 
 @dataclass
 class Sink:
-    """Collects the findings of a run; the same thing is said once, and no more than `MAX_FINDINGS` errors are."""
+    """Collects the findings of a run, each once, and at most `MAX_FINDINGS` errors."""
 
     _found: dict[tuple[str, Span, str], Diagnostic] = field(default_factory=dict)
     _errors: int = 0
 
     def report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
-        """Adds a finding."""
+        """Add a finding."""
         key = (code.id, span, message)
         full = self.full if code.severity == "error" else len(self._found) >= MAX_FINDINGS
         if key not in self._found and not full:
-            said, fixes = spoken(help, span)
-            self._found[key] = Diagnostic(code.id, code.severity, message, span, said, tuple(labels), fixes)
+            words, fixes = spoken(help, span)
+            self._found[key] = Diagnostic(code.id, code.severity, message, span, words, tuple(labels), fixes)
             self._errors += code.severity == "error"
 
     def __iter__(self) -> Iterator[Diagnostic]:
@@ -102,15 +102,15 @@ class Sink:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more will be added, so that looking for more is in vain."""
+        """Whether no more findings will be added, so that further checks are pointless."""
         return self._errors >= MAX_FINDINGS
 
     def failed(self) -> bool:
-        """Whether there are errors, warnings not counted."""
+        """Return whether there are errors, not counting warnings."""
         return self._errors > 0
 
     def sorted(self, first: SourceFile | None = None) -> tuple[Diagnostic, ...]:
-        """The findings by place, those of the file `first` before those of others."""
+        """Return the findings by place, those of the file `first` first."""
 
         def place(found: Diagnostic) -> tuple[bool, str, int, int, str]:
             return found.span.file is not first, found.file, found.span.start, found.span.end, found.code
@@ -119,7 +119,7 @@ class Sink:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` looks like, if there is one."""
+    """Return the known word most similar to `word`, if one is similar."""
     from difflib import get_close_matches
 
     near = (name for name in known if abs(len(name) - len(word)) <= 4)
@@ -129,19 +129,19 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A help that offers the known word that `word` looks like, if there is one."""
+    """Return a help that offers the known word most similar to `word`, if there is one."""
     near = nearest(word, known)
     return None if near is None else offer(f"did you mean `{near}`?")
 
 
 def listed(words: Iterable[str], last: str = "or") -> str:
-    """`a`, `b` or `c`."""
+    """Print words as a list: "`a`, `b` or `c`"."""
     quoted = [f"`{word}`" for word in words]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal would act upon or not show."""
+    """Escape everything that a terminal would execute or not show."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -149,16 +149,16 @@ def printable(text: str) -> str:
 
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "frame": "\x1b[34m", "help": "\x1b[36m", "bold": "\x1b[1m"}
 _WIDTH, _LEAST = 120, 40
-"""Characters of a line that are shown, where the terminal has room for them, and at least."""
+"""Characters shown of a line, if the terminal is wide enough, and the least."""
 
 
 def wants_color(stream: TextIO = sys.stderr) -> bool:
-    """Whether to colour what goes to a stream: on a terminal, unless NO_COLOR is set."""
+    """Return whether to colour output to a stream: on a terminal, unless NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def render_human(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
-    """Messages with the lines that they speak of, and a caret under the place; ends with a count."""
+    """Print messages with their lines and carets; ends with a count."""
     diagnostics = list(diagnostics)
     paint = _paint if color else _plain
     blocks = [_render_one(found, paint) for found in diagnostics]
@@ -168,14 +168,14 @@ def render_human(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
 
 
 def excerpt(label: Label, color: bool = False) -> str:
-    """A place, its line, and a caret under it with the label's text."""
+    """Print a place, its line, and a caret with the label's text."""
     paint = _paint if color else _plain
     gutter = len(str(label.span.file.location(label.span.start)[0]))
     return "\n".join(_snippet(label, "-->", gutter, lambda text: paint("error", text), paint))
 
 
 def summary(diagnostics: Iterable[Diagnostic]) -> str:
-    """How many errors and warnings."""
+    """Print the number of errors and warnings."""
     counts = {"error": 0, "warning": 0}
     for found in diagnostics:
         counts[found.severity] += 1
@@ -183,7 +183,7 @@ def summary(diagnostics: Iterable[Diagnostic]) -> str:
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
-    """The diagnostics as plain data, in the shape that `kvdsl check --format json` prints."""
+    """Return the diagnostics as data for `kvdsl check --format json`."""
     return [
         {
             "code": found.code,
@@ -205,7 +205,7 @@ def render_json(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
 
 
 def render_github(diagnostics: Iterable[Diagnostic]) -> str:
-    """Workflow commands: GitHub shows them beside the lines of a pull request."""
+    """Print workflow commands, which GitHub shows next to the lines of a pull request."""
     lines = []
     for found in diagnostics:
         (line, column), (end_line, end_column) = _ends(found.span)
@@ -254,7 +254,7 @@ def _render_one(found: Diagnostic, paint: Any) -> str:
 
 
 def _snippet(mark: Label, arrow: str, gutter: int, highlight: Any, paint: Any) -> list[str]:
-    """The place, the line and the caret under it. A place of several lines is marked up to the end of its first."""
+    """Return the place, the line and the caret. A place of several lines is marked to the end of its first."""
     file, (line, column) = mark.span.file, mark.span.file.location(mark.span.start)
     head = f"{' ' * gutter}{paint('frame', arrow)} {printable(file.name)}:{line}:{column}"
     source = file.line(line)
@@ -274,7 +274,7 @@ def _snippet(mark: Label, arrow: str, gutter: int, highlight: Any, paint: Any) -
 
 
 def _cut(source: str, start: int, end: int, width: int) -> tuple[str, int, int]:
-    """A window of a long line around the marked part."""
+    """Return the part of a long line around the marked text."""
     left = max(0, min(start - 20, len(source) - width))
     window = source[left : left + width]
     return window, start - left, min(end - left, max(len(window), start - left + 1))
@@ -285,7 +285,7 @@ def _shown(text: str) -> str:
 
 
 def _columns(text: str) -> int:
-    """How many columns a terminal takes to show a printable text."""
+    """Return the width of a printable text in terminal columns."""
     wide = {"W": 2, "F": 2}
     return sum(0 if unicodedata.combining(char) else wide.get(unicodedata.east_asian_width(char), 1) for char in text)
 
@@ -294,19 +294,21 @@ def _columns(text: str) -> int:
 
 
 _IMPORTS = ("KV0204", "KV0217")
-"""What is wrong with an import: where it is, nothing is said of what it would make known."""
+"""Codes of broken imports, which suppress errors about the imported names."""
 
 
 def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
-    """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
-    stage (a syntax error hides errors of names, and these hide errors of axes), or another one of the expression around the edit, which
-    the error inside it hid. Only the first syntax error of a line is reported, so the same one after the edit is a later one.
+    """Return whether an edit fixes a finding: it is gone, and new findings come from later stages.
+
+    A syntax error hides errors of names, and these hide errors of axes. A new finding may also be another one of the expression around
+    the edit, hidden by the error inside it. Only the first syntax error of a line is reported, so the same one after the edit is a
+    later one.
     """
 
-    def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
+    def tally(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
         return Counter((one.code, one.message) for one in all)
 
-    earlier, now, key = said(before), said(after), (found.code, found.message)
+    earlier, now, key = tally(before), tally(after), (found.code, found.message)
     stage, size = "KV01" if found.code in _IMPORTS else found.code[:4], len(fix.text)
     counted = [
         sum((one.code, one.message) == key and (stage != "KV01" or one == found or one.span.start < end) for one in all)

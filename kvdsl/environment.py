@@ -1,4 +1,4 @@
-"""What a result was made with: the `environment` object of every `--json` output."""
+"""The environment of a result: the `environment` object of every `--json` output."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvdsl.abi import VERSION
 
 
 def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[str, Any]:
-    """Versions and machine. Read torch's version only if torch is imported already: most commands do not need it.
+    """Return versions and machine. torch is described only if it is imported already, because most commands do not need it.
 
     Args:
-        dtype, seed: of the computation, where there is one.
+        dtype, seed: of the computation, if any.
     """
     return {
         "kvdsl": VERSION,
@@ -33,7 +33,7 @@ def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[st
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, without importing it; None if it is not there."""
+    """Return the installed version of a package, without importing it; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -41,11 +41,11 @@ def version(package: str) -> str | None:
 
 
 _WIDEST = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
-"""What Linux calls instructions that decide how fast kernels are, the widest first, and what they are called."""
+"""Linux names of instruction sets that matter for speed, the widest first, and their usual names."""
 
 
 def processor() -> str:
-    """The processor's name and, where Linux tells, its widest instructions: some makers call all that they make by one name."""
+    """Return the processor's name and, on Linux, its widest instructions, because some makers use one name for all models."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
@@ -56,7 +56,7 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What kvdsl says when it cannot do what it was asked, or does it otherwise than expected: errors, and warnings at the user's own line."""
+"""Errors, and warnings at the user's own line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import warnings
 
 
 class KvdslError(ValueError):
-    """A request that kvdsl refuses; the message says what, where and what to do instead. Every error of kvdsl's own is one.
+    """A request that kvdsl refuses; the message says what, where and what to do instead. The base of all kvdsl's errors.
 
-    What is wrong with a policy's source is a `kvdsl.DiagnosticError`, which lists the places.
+    Errors in a policy's source are `kvdsl.DiagnosticError`, which lists the places.
     """
 
 

@@ -1,6 +1,6 @@
-"""Files: writing whole ones, those that belong to kvdsl but are no Python, and `-` on a command line, which is standard input.
+"""Files: atomic writes, kvdsl's own data files, and `-` for standard input on a command line.
 
-The grammar, the templates and the shipped policies lie in `kvdsl/_data/` in a wheel; an editable install and a plain checkout read them
+The grammar, the templates and the shipped policies are in `kvdsl/_data/` in a wheel; an editable install and a plain checkout read them
 from the repository's root. Standard input is read once and cached; library calls never read it.
 """
 
@@ -15,17 +15,17 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, of a text in UTF-8: at no time is there half of it, whatever happens to this process or the disk.
+    """Write a file atomically, text as UTF-8: readers and crashes never see half of it.
 
     Raises:
-        OSError: with the path, which that of a full disk otherwise lacks.
+        OSError: with the path, which the system's error for a full disk lacks.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)
             return
-        path = path.resolve()  # through links
+        path = path.resolve()  # follow links
         beside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             with open(beside, "wb") as stream:
@@ -74,14 +74,14 @@ _ROOTS = (_PACKAGE / "_data", _PACKAGE.parent)
 
 
 def resource(*parts: str) -> Path:
-    """The path of a file or folder such as `resource("grammar", "kv.lark")`."""
+    """Return the path of a data file or folder, such as `resource("grammar", "kv.lark")`."""
     for root in _ROOTS:
         path = root.joinpath(*parts)
         if path.exists():
             return path
-    raise FileNotFoundError(f"kvdsl is not installed properly: {'/'.join(parts)} is missing")
+    raise FileNotFoundError(f"kvdsl's installation is incomplete: {'/'.join(parts)} is missing")
 
 
 def read_resource(*parts: str) -> str:
-    """The text of a file."""
+    """Return the text of a data file."""
     return resource(*parts).read_text(encoding="utf-8")

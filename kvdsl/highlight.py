@@ -1,4 +1,4 @@
-"""A Pygments lexer, for documents and terminals. Its words and patterns are those of the grammar and of the checker."""
+"""A Pygments lexer for documents and terminals, with the words and patterns of the grammar and the checker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvdsl.syntax.parser import keywords, patterns
 _PATTERNS = patterns()
 _NAME = _PATTERNS["NAME"]
 _BOTH = "|".join(sorted(NAMED_INPUTS & keywords()))
-"""Inputs that begin a statement, too: `budget budget / 2`."""
+"""Inputs that also begin a statement: `budget budget / 2`."""
 _OPERATORS = ("POWER", "STAR", "SLASH", "PERCENT", "PLUS", "MINUS", "LE", "GE", "EQ", "NE", "LT", "GT", "RANGE", "EQUAL")
 _PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "LSQB", "RSQB", "COMMA", "_SEP")
 
 
 class KvLexer(RegexLexer):  # type: ignore[misc]
-    """Highlights .kv files, and statements taken out of them."""
+    """Highlights .kv files, and single statements."""
 
     name = "kvdsl"
     aliases: ClassVar[list[str]] = ["kv", "kvdsl"]

@@ -12,15 +12,15 @@ from kvdsl.errors import KvdslError
 
 PACKAGE = "kvdsl_lab"
 COMMANDS = ("calibrate", "trace", "bench", "eval", "leaderboard", "recommend", "search", "reproduce")
-"""Commands of the laboratory: without it, they are distinguished from misspelt ones."""
+"""The laboratory's commands, to tell them from misspelt ones if it is not installed."""
 INSTALL = "pip install 'kvdsl[lab]' (in a clone: pip install ./lab)"
 
 
 def lab(module: str, what: str) -> ModuleType:
-    """A module of the laboratory.
+    """Import a module of the laboratory.
 
     Args:
-        what: what is wanted of it, for the message.
+        what: what is needed from it, for the message.
 
     Raises:
         KvdslError: if the laboratory is not installed; in one line, with what to do.

@@ -38,18 +38,18 @@ def load(
     kv_dtype: str | None = None,
     **settings: Any,
 ) -> type[KVCache]:
-    """The cache class of a shipped policy (`"h2o"`), of a .kv file, or of what `@kvdsl.policy` made, here or in a file that is run for it
-    (`"mine.py:calm"`); or of one of them with clauses, `"h2o with when prefill"`.
+    """Return the cache class of a shipped policy (`"h2o"`), a .kv file, a `@kvdsl.policy`, or one in a Python file that is executed
+    (`"mine.py:calm"`); each optionally with clauses, as in `"h2o with when prefill"`.
 
-    The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
+    The package is written to kvdsl's cache folder, where later calls find it. Warnings of `kvdsl check` become Python warnings.
 
     Args:
-        storage, rope, kv_dtype: how caches lie in memory where their constructor is not told.
-        settings: defaults of params to change, as `--set` does; `ratio=0.25` is a budget of a quarter of the prompt.
+        storage, rope, kv_dtype: defaults for the constructor's options of memory layout.
+        settings: new defaults of params, as `--set` sets them; `ratio=0.25` is a budget of a quarter of the prompt.
 
     Raises:
-        DiagnosticError: if there is no such policy, or if it has errors; the text lists them.
-        KvdslError: if the cache folder cannot be written to, or if the policy cannot lie in memory so.
+        DiagnosticError: if there is no such policy, or it has errors; the text lists them.
+        KvdslError: if the cache folder cannot be written to, or the policy does not support the memory layout.
     """
     from kvdsl.compiler import compile_file
 
@@ -66,15 +66,15 @@ def compile(
     kv_dtype: str | None = None,
     **settings: Any,
 ) -> type[KVCache]:
-    """The cache class of a policy that is given as a string. What `kvdsl check` warns of is a Python warning.
+    """Return the cache class of a policy in a string. Warnings of `kvdsl check` become Python warnings.
 
     Args:
-        source: the text of a .kv file; what it imports is looked for in the current folder.
+        source: the text of a .kv file; imports start in the current folder.
         storage, rope, kv_dtype, settings: as for `load`.
 
     Raises:
         DiagnosticError: if the policy has errors; the text lists them.
-        KvdslError: if the cache folder cannot be written to, or if the policy cannot lie in memory so.
+        KvdslError: if the cache folder cannot be written to, or the policy does not support the memory layout.
     """
     from kvdsl.compiler import compile_text
 
@@ -85,7 +85,7 @@ def compile(
 
 
 def _laid_out(found: type[KVCache], **options: str | None) -> type[KVCache]:
-    """The class, or one like it whose caches lie in memory as these say by default."""
+    """Return the class, or a subclass with these options of memory layout as defaults."""
     spec = found.spec.laid_out(**options)
     if spec is found.spec:
         return found
@@ -98,7 +98,7 @@ def _laid_out(found: type[KVCache], **options: str | None) -> type[KVCache]:
 
 
 def _with_warnings(compiled: Compiled) -> type[KVCache]:
-    """The class out of a package, whose diagnostics become Python warnings at the caller's line."""
+    """Return the class of a package; its diagnostics become Python warnings at the caller's line."""
     for found in compiled.diagnostics:
         line, _ = found.span.file.location(found.span.start)
         help = "" if found.help is None else f"; {found.help}"
@@ -108,17 +108,17 @@ def _with_warnings(compiled: Compiled) -> type[KVCache]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a class was made from that `load` or `compile` gave, and the settings with which; see `kvdsl.runtime.hf.saving.Origin`."""
+    """The source and settings of a class returned by `load` or `compile`; see `kvdsl.runtime.hf.saving.Origin`."""
 
     source: SourceFile | Path
     settings: Mapping[str, str]
 
     def name(self, cache_class: type[KVCache]) -> str:
-        """By what `load` finds the class again: `h2o`, `h2o with when prefill`."""
+        """Return the name by which `load` finds the class again: `h2o`, `h2o with when prefill`."""
         return self.source.text if isinstance(self.source, Combined) else cache_class.spec.stem
 
     def with_clauses(self, cache_class: type[KVCache], clauses: str, settings: Mapping[str, Any]) -> type[KVCache]:
-        """The class of the policy with clauses; the settings of either hold, except for params that the clauses change.
+        """Return the class of the policy with clauses. All settings apply, except for params that the clauses change.
 
         Raises:
             DiagnosticError: if it has errors.
@@ -136,7 +136,7 @@ class Loaded:
 
     @staticmethod
     def made_again(module: str, name: str, policy: str, expected: str) -> KVCache:
-        """An empty cache of a class that was loaded: of the module, or else of the policy that kvdsl ships under that name."""
+        """Return an empty cache of a loaded class, from the module, or else from the shipped policy of that name."""
         from kvdsl.runtime.hf import saving
 
         def shipped() -> type[KVCache] | None:
@@ -151,7 +151,7 @@ class Loaded:
 
 
 def cache_class(compiled: Compiled) -> type[KVCache]:
-    """The class out of a package, which is written to the cache folder where it was not yet, and imported.
+    """Write the package to the cache folder unless it is there, import it, and return its class.
 
     Raises:
         KvdslError: if the cache folder cannot be written to.
@@ -166,10 +166,10 @@ def cache_class(compiled: Compiled) -> type[KVCache]:
 
 
 def class_of(policy: Policy, text: str) -> type[KVCache]:
-    """The class of a checked policy that a pass has made, as `load` makes that of a file.
+    """Return the class of a checked policy made by a pass, like that of a file.
 
     Args:
-        text: what the policy would be written as.
+        text: the policy's text.
 
     Raises:
         KvdslError: if the cache folder cannot be written to.
@@ -180,10 +180,10 @@ def class_of(policy: Policy, text: str) -> type[KVCache]:
 
 
 def class_in_memory(policy: Policy, files: Mapping[str, str] | None = None) -> type[KVCache]:
-    """The class of a checked policy, out of a package that lies nowhere: for the torch backend, which builds nothing.
+    """Return the class of a checked policy from a package in memory, for the torch backend, which builds nothing.
 
     Args:
-        files: the package, if it has been made already.
+        files: the package, if it exists already.
     """
     from kvdsl.compiler import package
     from kvdsl.ir.printer import print_policy
@@ -211,14 +211,14 @@ def class_in_memory(policy: Policy, files: Mapping[str, str] | None = None) -> t
 
 
 def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
-    """A causal language model, ready for inference on the best device, and its tokenizer.
+    """Load a causal language model for inference on the best device, and its tokenizer.
 
     Args:
         name: a name of `kvdsl models` (`"smollm2"`), a folder, or an id on the Hugging Face hub; None for the reference model.
-        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the reference model) or what the checkpoint holds.
+        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the reference model) or the checkpoint's dtype.
 
     Raises:
-        KvdslError: if there is no such model or dtype; nothing is fetched for a name of `kvdsl models`.
+        KvdslError: for an unknown model or dtype; names of `kvdsl models` are never downloaded here.
     """
     with _needing("a model"):
         from kvdsl.generation.models import load_model
@@ -245,24 +245,24 @@ def _write(compiled: Compiled, folder: Path) -> None:
 
 
 class _SourceLoader(SourceFileLoader):
-    """Reads what the entry's seal vouches for, and neither reads nor leaves bytecode beside it."""
+    """Reads files checked by the entry's seal, and neither reads nor writes bytecode next to them."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 _IMPORTING = threading.RLock()
-"""Held while a package is imported: another thread would find it half made."""
+"""Held while a package is imported, so that other threads never see an incomplete one."""
 
 
 def _import(folder: Path, name: str) -> ModuleType:
-    """Import the folder as a package of this name, once a process."""
+    """Import the folder as a package of this name, once per process."""
     with _IMPORTING:
         return sys.modules.get(name) or _imported(folder, name)
 
 
 def _imported(folder: Path, name: str) -> ModuleType:
-    sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_SourceLoader, [".py"]))  # for the modules in it
+    sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_SourceLoader, [".py"]))  # for the package's modules
     spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(folder / "__init__.py")), is_package=True)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

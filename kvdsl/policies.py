@@ -11,7 +11,7 @@ from kvdsl.shipped import stems_by_name
 
 
 def _stems() -> dict[str, str]:
-    """Class name -> file stem."""
+    """Map class names to file stems."""
     return {f"{name}Cache": stem for name, stem in stems_by_name().items()}
 
 

@@ -56,7 +56,7 @@ def settings_by_policy(names: Sequence[str], settings: Mapping[str, str], what: 
 
 
 def refuse_required(policy: str, given: Iterable[tuple[str, object]], what: str) -> None:
-    """Raise KvdslError if a policy needs a value that this caller cannot give.
+    """Raise KvdslError if a policy needs a value that this caller cannot provide.
 
     Args:
         policy: its name.
@@ -66,6 +66,6 @@ def refuse_required(policy: str, given: Iterable[tuple[str, object]], what: str)
     wanted = [name for name, default in given if default is None]
     if wanted:
         raise KvdslError(
-            f"{what} gives policies no values, and {policy} needs `{wanted[0]}` from its caller: write a default in the policy, "
-            f"`input {wanted[0]} = 0`, or give it in Python, `{policy}Cache(model, {wanted[0]}=f)`"
+            f"{what} passes no values to policies, and {policy} needs `{wanted[0]}` from its caller: write a default in the policy, "
+            f"`input {wanted[0]} = 0`, or pass it in Python, `{policy}Cache(model, {wanted[0]}=f)`"
         )

@@ -1,4 +1,4 @@
-"""Where a policy comes from, which the last paragraph of its docstring says in one form.
+"""A policy's source, stated in a fixed form in the last paragraph of its docstring.
 
     paper: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction ..."
     year: 2025, arXiv 2504.15364
@@ -7,9 +7,10 @@
     checked: formula, kvpress
     code: differs: each query head chooses
 
-`paper: no paper` stands where there is none. `reach` is `exact`, or `approximate:` and how: it is of the paper's formula. `code` says how
-far the authors' code agrees at its defaults (`AGREEMENTS`); what does not say so was not compared. `method` names the published method
-where that is not the policy's name; several policies may be of one. A value goes on in the next line where that begins with no key.
+`paper: no paper` means that there is none. `reach` compares the policy with the paper's formula: `exact`, or `approximate:` and how.
+`code` compares it with the authors' code at its defaults (`AGREEMENTS`); without it they were not compared. `method` names the
+published method if it is not the policy's name; several policies may implement one. A value continues on the next line unless that
+starts with a key.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from dataclasses import dataclass
 from kvdsl.errors import KvdslError
 
 CHECKS = {
-    "language": "by tests in the language, beside it",
+    "language": "by tests in the language, next to it",
     "formula": "by brute force of its formula (`tests/interp/test_papers.py`, `tests/gallery/test_formulas.py`)",
     "kvpress": "by the kept sets of kvpress's press (`tests/integrations/test_presses.py`)",
 }
-"""How a policy can have been checked, by the word of `checked`."""
+"""How a policy can be checked, by the word of `checked`."""
 
 NOT_COMPARED = "not compared"
 AGREEMENTS = {
     "same": "it keeps, or attends to, the same tokens",
-    "same with": "it does so under the conditions that follow",
-    "differs:": "it does not, and what it does instead follows",
+    "same with": "it does so under the following conditions",
+    "differs:": "it does not, in the following way",
     "none released": "there is no public code",
-    NOT_COMPARED: "nobody has compared it",
+    NOT_COMPARED: "not compared",
 }
-"""What `code` can begin with. `same`, `none released` and `not compared` stand alone."""
+"""The first words of `code`. `same`, `none released` and `not compared` stand alone."""
 
 _KEYS = ("paper", "year", "method", "reach", "kvpress", "checked", "code")
 _NEEDED = ("paper", "reach", "checked")
@@ -47,17 +48,17 @@ _AGREEMENT = re.compile(rf"same|same with \S.*|differs: \S.*|none released|{NOT_
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a policy says of its source.
+    """The source of a policy.
 
     Attributes:
-        paper: authors and title; None where there is none.
-        year: of the paper, or of the code; None of what was never published.
-        methods: the published methods that it is, by name.
+        paper: authors and title; None without a paper.
+        year: of the paper, or of the code; None if it was never published.
+        methods: the published methods that it implements, by name.
         arxiv: the paper's number there, if it is known.
-        how: in what it differs from the method; None if in nothing.
-        presses: the classes of kvpress that do the same.
+        how: how it differs from the method; None if it is exact.
+        presses: the equivalent classes of kvpress.
         checks: words of `CHECKS`.
-        code: how far the authors' code agrees, in the form of `AGREEMENTS`.
+        code: the comparison with the authors' code, in the form of `AGREEMENTS`.
     """
 
     paper: str | None
@@ -71,18 +72,18 @@ class Provenance:
 
     @property
     def exact(self) -> bool:
-        """Whether it is the method, and nothing like it."""
+        """Whether it is exactly the method."""
         return self.how is None
 
 
 def prose(doc: str) -> str:
-    """A docstring without what it says of its source."""
+    """Return a docstring without its source."""
     text, _ = _parted(doc)
     return text
 
 
 def fields(doc: str) -> dict[str, str]:
-    """What a docstring says of the source, key by key as it stands there; empty where it says nothing."""
+    """Return the source's fields as written; empty if a docstring states none."""
     found: dict[str, str] = {}
     key = "paper"
     for line in _parted(doc)[1].splitlines():
@@ -96,17 +97,17 @@ def fields(doc: str) -> dict[str, str]:
 
 
 def provenance(name: str, doc: str) -> Provenance | None:
-    """What a policy of this name says of its source; None if it says nothing.
+    """Return the source of a policy of this name; None if it states none.
 
     Raises:
-        KvdslError: if something is missing, or not of the form.
+        KvdslError: if a field is missing or malformed.
     """
     found = fields(doc)
     if not found:
         return None
     missing = [key for key in _NEEDED if key not in found]
     if missing:
-        raise KvdslError(f"{name} says where it comes from, but has no `{missing[0]}:`")
+        raise KvdslError(f"{name} states its source, but has no `{missing[0]}:`")
     year = _YEAR.fullmatch(found.get("year", ""))
     if year is None and "year" in found:
         raise KvdslError(f"{name}: `year: {found['year']}` is not of the form `2025` or `2025, arXiv 2504.15364`")
@@ -133,7 +134,7 @@ def provenance(name: str, doc: str) -> Provenance | None:
 
 
 def _parted(doc: str) -> tuple[str, str]:
-    """A docstring's prose, and its last paragraph if that is of the form."""
+    """Return a docstring's prose, and its last paragraph if that has the form of a source."""
     *before, last = re.split(r"\n\s*\n", doc.strip())
     return ("\n\n".join(before), last) if before and last.strip().startswith("paper: ") else (doc.strip(), "")
 

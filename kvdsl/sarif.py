@@ -1,4 +1,4 @@
-"""Diagnostics as SARIF 2.1.0, the format in which code hosts and editors take what a checker has found."""
+"""Diagnostics as SARIF 2.1.0, a format of findings for code hosts and editors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def render_sarif(diagnostics: Iterable[Diagnostic], exit_code: int) -> dict[str,
     """Return the log of one run: the findings, and the rules that they name.
 
     Args:
-        exit_code: of the command; 2 says that it could not check everything.
+        exit_code: of the command; 2 means that it could not check everything.
     """
     found = list(diagnostics)
     rules = sorted({one.code for one in found})
@@ -66,7 +66,7 @@ def _message(found: Diagnostic) -> dict[str, str]:
 
 
 def _is_file(span: Span) -> bool:
-    """Whether a place lies in a file or in standard input; a name that was asked for, or a setting, lies in neither."""
+    """Return whether a place is in a file or standard input, as opposed to a name or a setting on the command line."""
     return span.file.path is not None or span.file.name == "-"
 
 
@@ -77,6 +77,6 @@ def _location(span: Span) -> dict[str, Any]:
 
 
 def _uri(span: Span) -> str:
-    """Relative where the file was named so: code hosts look for it in the repository then."""
+    """Return a relative URI for a relative name: code hosts resolve it in the repository."""
     name = Path(span.file.name)
     return name.as_uri() if name.is_absolute() else quote(name.as_posix())

@@ -1,8 +1,7 @@
-"""Policies by name: those that come with kvdsl, their files and the names that they have in the language; and where a name or a path
-that a user gives leads.
+"""Policies by name: the shipped ones, and the resolution of names and paths from users.
 
-Three shelves hold them: `policies/`, the short list of what is used most, `policies/gallery/`, what else was published, and
-`policies/found/`, what `kvdsl search` found. A name leads to any.
+There are three shelves: `policies/`, the short list of the most used, `policies/gallery/`, other published methods, and
+`policies/found/`, results of `kvdsl search`. Names are resolved on all of them.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
 
 def shipped_policies() -> list[Path]:
-    """The files of the short list, by file name."""
+    """Return the files of the short list, by file name."""
     return _policies_in(resource(*_SHELVES[0]))
 
 
 def gallery_policies() -> list[Path]:
-    """The files of the gallery, by file name."""
+    """Return the files of the gallery, by file name."""
     return _policies_in(resource(*_SHELVES[1]))
 
 
 def found_policies() -> list[Path]:
-    """The files of what was found by search, by file name."""
+    """Return the files of policies found by search, by file name."""
     return _policies_in(resource(*_SHELVES[2]))
 
 
 def all_policies() -> list[Path]:
-    """All that come with kvdsl: the short list, then the gallery, then what was found."""
+    """Return all shipped policies: the short list, the gallery, then those found by search."""
     return shipped_policies() + gallery_policies() + found_policies()
 
 
@@ -48,7 +47,7 @@ def _policies_in(folder: Path) -> list[Path]:
 
 
 def shipped_policy(stem: str) -> Path | None:
-    """The file of the one with this stem, or None. No folder is listed: a source may name thousands."""
+    """Return the file with this stem, or None. Lists no folder, because a source may name thousands."""
     if _STEM.fullmatch(stem) is None or stem.endswith("_test"):
         return None
     paths = (resource(*shelf) / f"{stem}.kv" for shelf in _SHELVES)
@@ -62,19 +61,19 @@ def shipped_as(file: Path) -> str | None:
 
 
 def is_shipped_like_a_file(path: Path) -> bool:
-    """Whether it is a file of the short list, which could once be imported as if it lay beside the source."""
+    """Return whether a file is on the short list, whose policies could once be imported like files next to the source."""
     return path.parent == resource(*_SHELVES[0])
 
 
 def policy_name(text: str) -> str | None:
-    """The name that the first `policy NAME` line of a source gives."""
+    """Return the name in the first `policy NAME` line of a source."""
     head = _HEAD.search(text)
     return None if head is None else head[1]
 
 
 @lru_cache(maxsize=1)
 def stems_by_name() -> dict[str, str]:
-    """`RoCo` -> `roco`, read from the files' `policy NAME` lines."""
+    """Map policy names to stems, `RoCo` -> `roco`, from the files' `policy NAME` lines."""
     return {name: path.stem for path in all_policies() if (name := policy_name(path.read_text(encoding="utf-8")))}
 
 
@@ -82,11 +81,11 @@ def stems_by_name() -> dict[str, str]:
 
 
 Written = Callable[[Path, str], SourceFile]
-"""From a Python file and the name of one of its policies to the text of that."""
+"""Returns the text of a policy in a Python file, by its name there."""
 
 
 def find(text: str, written: Written) -> Path | SourceFile:
-    """What `kvdsl.compiler.find_policy` says.
+    """Find a policy; see `kvdsl.compiler.find_policy`.
 
     Args:
         written: opens `mine.py:calm`.
@@ -118,7 +117,7 @@ def _standard_input() -> SourceFile:
 
 
 def separate(policies: str) -> list[str]:
-    """The policies of a list, `h2o,roco`: a comma separates nothing inside of parentheses, brackets, braces or a string."""
+    """Split a list of policies, `h2o,roco`, at commas outside parentheses, brackets, braces and strings."""
     pieces, depth = [""], 0
     for part in re.findall(r""""[^"]*"|'[^']*'|.""", policies, re.DOTALL):
         depth += (part in "([{") - (part in ")]}")
@@ -130,17 +129,17 @@ def separate(policies: str) -> list[str]:
 
 
 def text_of(found: Path | SourceFile) -> str:
-    """What stands in a policy's file; of one that has none, what would."""
+    """Return the text of a policy's file, or the text that its file would have."""
     if isinstance(found, SourceFile):
         return found.as_file
     return found.read_text(encoding="utf-8-sig")
 
 
 def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> Combined:
-    """A policy with clauses: `with` and these after the name of the base, or another name.
+    """Combine a policy with clauses, after `with`, under the name of the base or another name.
 
     Raises:
-        DiagnosticError: if the clauses can be no text of a policy.
+        DiagnosticError: if the clauses cannot be text of a policy.
     """
     imports = ""
     if isinstance(base, Combined):
@@ -169,7 +168,7 @@ _WITH = re.compile(r"\s+with(?:\s+|\Z)")
 
 
 def _joined(pieces: Iterable[str]) -> list[str]:
-    """What stands between one `with` and the next; one in a string is none."""
+    """Join pieces at a `with` inside a string."""
     found: list[str] = []
     for piece in pieces:
         if found and any(found[-1].count(quote) % 2 for quote in "\"'"):
@@ -180,13 +179,13 @@ def _joined(pieces: Iterable[str]) -> list[str]:
 
 
 def file_of(name: str) -> Path:
-    """The file that a path names, or `mine.py:calm`."""
+    """Return the file of a path, or of `mine.py:calm`."""
     python = _PYTHON.fullmatch(name)
     return Path(name if python is None else python["path"])
 
 
 def _known(name: str, shipped: Mapping[str, Path], written: Written) -> Path | SourceFile | None:
-    """The file of the shipped policy of a name, the file at a path, if there is one, or what a Python file writes."""
+    """Return the file of a shipped policy, an existing file, or the text of a policy in a Python file."""
     if name in shipped:
         return shipped[name]
     python = _PYTHON.fullmatch(name)
@@ -199,20 +198,20 @@ def _known(name: str, shipped: Mapping[str, Path], written: Written) -> Path | S
 
 
 def _no_such_policy(text: str, shipped: Mapping[str, Path], whole: str) -> DiagnosticError:
-    """What to say of a name or path, the beginning of what was written, that is neither a shipped policy's nor a file's."""
+    """Return the error for a name or path, the start of `text`, that is neither a shipped policy's nor a file's."""
     sink, path = Sink(), Path(text)
     name = " ".join(text.split())
     source = SourceFile("<policy>", " ".join(whole.split()))
     if "\n" in text:
         message, help = (
-            "this is a text, not a policy's name or path",
-            "`kvdsl.compile` takes a policy that is given as a string",
+            "this is the text of a policy, not a name or path",
+            "`kvdsl.compile` compiles a policy from a string",
         )
     elif path.suffix == ".kv" or len(path.parts) > 1:
         message, help = f"there is no file `{name}`", _near_file(path, shipped)
     else:
         near = did_you_mean(name, [*shipped, *_kv_files(Path())])
-        message, help = f"there is no policy `{name}`", near or f"{_LIST}; your own is named by its file, `mine.kv`"
+        message, help = f"there is no policy `{name}`", near or f"{_LIST}; name your own by its file, `mine.kv`"
     sink.report(codes.NO_SUCH_POLICY, source.span(0, len(name)), message, help)
     return DiagnosticError(sink)
 
@@ -221,7 +220,7 @@ _LIST = "`kvdsl list` shows the shipped policies"
 
 
 def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
-    """The file that was perhaps meant: one in the same folder, or a shipped policy."""
+    """Return a help with a similar file of the same folder, or a shipped policy."""
     near = nearest(path.name, [name for name in _kv_files(path.parent) if name != path.name])
     if near is not None:
         return f"did you mean `{path.with_name(near)}`?"
@@ -232,7 +231,7 @@ def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
 
 
 def _kv_files(folder: Path) -> list[str]:
-    """The names of a folder's .kv files; none where it cannot be read."""
+    """Return the names of a folder's .kv files; none if it cannot be read."""
     try:
         return [path.name for path in folder.glob("*.kv")]
     except (OSError, ValueError):

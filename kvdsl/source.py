@@ -13,12 +13,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A text that diagnostics may point into.
+    """A text that diagnostics can point into.
 
     Attributes:
-        name: how messages call it: the path as the user gave it, `-` for standard input, `<NAME>` for a string.
-        text: the text, with plain line ends and without a byte order mark.
-        path: where it lies, if it is a file: imports are relative to it.
+        name: its name in messages: the path as the user wrote it, `-` for standard input, `<NAME>` for a string.
+        text: the text, with `\\n` line ends and without a byte order mark.
+        path: its file, if any; imports are relative to it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class SourceFile:
 
     @property
     def stem(self) -> str:
-        """The name that the generated package and the command line use."""
+        """The name of the generated package and on the command line."""
         return self.path.stem if self.path is not None else Path(self.name).stem.strip("-<>") or "policy"
 
     @cached_property
@@ -35,39 +35,39 @@ class SourceFile:
         return [0] + [offset + 1 for offset, char in enumerate(self.text) if char == "\n"]
 
     def location(self, offset: int) -> tuple[int, int]:
-        """Line and column, both from 1, columns in characters."""
+        """Return line and column, both from 1, columns in characters."""
         line = bisect_right(self._line_starts, offset)
         return line, offset - self._line_starts[line - 1] + 1
 
     def line(self, number: int) -> str:
-        """The text of a line, counted from 1, without its end."""
+        """Return the text of a line, counted from 1, without its end."""
         start = self._line_starts[number - 1]
         end = self._line_starts[number] - 1 if number < len(self._line_starts) else len(self.text)
         return self.text[start:end]
 
     def span(self, start: int, end: int) -> Span:
-        """A place in this file."""
+        """Return a span of this file."""
         return Span(self, start, end)
 
     @property
     def as_file(self) -> str:
-        """What would stand in a file that holds it."""
+        """The text as a file would contain it."""
         return self.text
 
     def origins(self, span: Span) -> Iterator[Span]:
-        """Where what stands at a place was written: there, or, of a text that a program made, in the program; the innermost first."""
+        """Yield the places that wrote a span, the innermost first: for a text made by a program, places in that program."""
         yield span
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Combined(SourceFile):
-    """A policy with clauses, where it is named and no file holds it: `h2o with when prefill`, which is the text.
+    """A policy with clauses that is in no file, such as `h2o with when prefill`, which is the text.
 
     Attributes:
-        base: what stands before `with`: a file, a text, or the same again.
-        imports: what makes the base known in a file, behind the edition, which is the base's.
+        base: the part before `with`: a file, a text, or another of these.
+        imports: the import of the base, for a file of the base's edition.
         of: the name of the base's policy.
-        named, clauses: where the base ends in the text, and where the clauses begin.
+        named, clauses: the offsets of the base's end and of the clauses' start in the text.
     """
 
     base: Path | SourceFile
@@ -78,12 +78,12 @@ class Combined(SourceFile):
 
     @property
     def policy(self) -> str:
-        """The policy's name: the base's, and the words of the clauses, or a digest of them where they are many or not only words."""
+        """The policy's name: the base's, and the words of the clauses, or a digest if there are many or other characters."""
         return f"{self.of}_{self._suffix}"
 
     @property
     def stem(self) -> str:
-        """The base's stem, and the same."""
+        """The base's stem with the same suffix."""
         base = self.base if isinstance(self.base, SourceFile) else SourceFile("", "", self.base)
         return f"{base.stem}_{self._suffix}"
 
@@ -97,7 +97,7 @@ class Combined(SourceFile):
 
     @property
     def as_file(self) -> str:
-        """The same; of clauses behind clauses, in several."""
+        """The text as a file would contain it; repeated clauses become several policies."""
         before = self.base.as_file if isinstance(self.base, SourceFile) else self.imports
         return f"{before}\npolicy {self.policy} = {self.of} with {self.text[self.clauses :]}\n"
 
@@ -115,18 +115,18 @@ class Span:
 
     @property
     def text(self) -> str:
-        """What stands there."""
+        """The text at the span."""
         return self.file.text[self.start : self.end]
 
     def holds(self, other: Span) -> bool:
-        """Whether another place lies in this one."""
+        """Return whether another span lies inside this one."""
         return self.file is other.file and self.start <= other.start and other.end <= self.end
 
     def to(self, other: Span) -> Span:
-        """From the start of this place to the end of another."""
+        """Return the span from the start of this one to the end of another."""
         return Span(self.file, self.start, other.end)
 
     def quoted(self, limit: int = 60) -> str:
-        """What stands there, on one line and not too long, for use in a message."""
+        """Return the text on one line, shortened, for a message."""
         words = " ".join(self.text.split())
         return words if len(words) <= limit else words[: limit - 1] + "…"

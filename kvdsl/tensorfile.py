@@ -1,4 +1,4 @@
-"""Safetensors files: reading some of their tensors, writing a few. Plain bytes: no torch, no NumPy, and no code that a file could run.
+"""Read and write tensors in safetensors files. Plain bytes: no torch, no NumPy, and no code that a file could run.
 
 A file is the size of a header (8 bytes, little-endian), the header, a JSON object of `{name: {dtype, shape, data_offsets}}`, and the data.
 """
@@ -15,19 +15,18 @@ from typing import Any, BinaryIO
 from kvdsl.errors import KvdslError
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The dtypes that are read, and their bytes."""
+"""The supported dtypes, and their bytes."""
 
 AXES = ("layers", "heads", "group", "dims", "rank")
-"""What a tensor of a policy can vary over: the model's layers, the KV heads of a layer, the query heads of a KV head's group, the dims of a
-key, and with these the dims
-to which a matrix projects a vector, as many as the file has."""
+"""The axes of a policy's tensor: the model's layers, the KV heads of a layer, the query heads of a GQA group, the dims of a key, and
+with these the dims of a projection, as many as the file has."""
 
 _LONGEST_HEADER = 2**26
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it lies in a file: little-endian, the last axis densest."""
+    """A tensor in a file: little-endian, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,10 +34,10 @@ class Stored:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, Stored]:
-    """Some tensors of a file, by name.
+    """Read some tensors of a file, by name.
 
     Raises:
-        KvdslError: if there is no such file, if it is no safetensors file, or if it lacks one of them, or holds it in no float.
+        KvdslError: if the file is missing or not a safetensors file, or lacks a tensor, or its dtype is not a float.
     """
     try:
         with path.open("rb") as stream:
@@ -75,9 +74,9 @@ def _stored(stream: BinaryIO, path: Path, name: str, header: Mapping[str, Any], 
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole:
-        raise KvdslError(f"`{path}` is damaged: what it says of `{name}` is no description of a tensor")
+        raise KvdslError(f"`{path}` is damaged: its description of `{name}` is invalid")
     if dtype not in FLOATS:
-        raise KvdslError(f"`{name}` in `{path}` is {dtype}; a policy reads {', '.join(FLOATS)}")
+        raise KvdslError(f"`{name}` in `{path}` is {dtype}; policies read {', '.join(FLOATS)}")
     if end > size or end - begin != FLOATS[dtype] * math.prod(shape):
         raise KvdslError(f"`{path}` is damaged: `{name}` does not have the bytes of {list(shape)} in {dtype}")
     stream.seek(start + begin)
@@ -85,10 +84,10 @@ def _stored(stream: BinaryIO, path: Path, name: str, header: Mapping[str, Any], 
 
 
 def written(tensors: Mapping[str, Stored], notes: Mapping[str, str] | None = None) -> bytes:
-    """A file with these tensors; of the same ones always the same bytes.
+    """Return the bytes of a file with these tensors; equal tensors give equal bytes.
 
     Args:
-        notes: what readers may show and nobody needs.
+        notes: metadata for readers to show.
     """
     header: dict[str, Any] = {"__metadata__": dict(sorted(notes.items()))} if notes else {}
     at = 0
@@ -101,23 +100,23 @@ def written(tensors: Mapping[str, Stored], notes: Mapping[str, str] | None = Non
 
 
 def check_axes(name: str, axes: Sequence[str], shape: Sequence[int], where: str) -> None:
-    """Raise KvdslError unless a tensor has as many axes as the policy says; `where` names its file."""
+    """Raise KvdslError unless a tensor has as many axes as in the policy; `where` names its file."""
     if len(shape) != len(axes):
         found = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, {list(shape)}"
-        raise KvdslError(f"`{name}` in `{where}` has {found}, but the policy says [{', '.join(axes)}]")
+        raise KvdslError(f"`{name}` in `{where}` has {found}, but the policy declares [{', '.join(axes)}]")
 
 
 def check_sizes(name: str, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int], where: str) -> None:
-    """Raise KvdslError unless a tensor is as large as a model is.
+    """Raise KvdslError unless a tensor has the model's sizes.
 
     Args:
-        sizes: of the model, by the axis, those that are known.
+        sizes: of the model, by axis, where they are known.
         where: names the tensor's file.
     """
     check_axes(name, axes, shape, where)
     if any(sizes.get(axis, size) != size for axis, size in zip(axes, shape, strict=True)):
         wanted = [sizes.get(axis, size) for axis, size in zip(axes, shape, strict=True)]
         raise KvdslError(
-            f"`{name}` in `{where}` is {list(shape)} over [{', '.join(axes)}], but this model needs {wanted}: make the file for the "
+            f"`{name}` in `{where}` is {list(shape)} over [{', '.join(axes)}], but this model needs {wanted}: make a file for the "
             f"model that you run (`kvdsl calibrate` makes some)"
         )

@@ -211,7 +211,7 @@ def test_a_cache_of_it_reaches_another_process(tmp_path: Path) -> None:
 
 def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     once = "h2o with when prefill"
-    assert run(capsys, "check", once).out == "1 file checked: all is well\n"
+    assert run(capsys, "check", once).out == "1 file checked: no problems\n"
     assert run(capsys, "explain", once).out.startswith(
         "H2O_when_prefill (h2o_when_prefill.kv)\n\n  H2O with `when prefill`.\n"
     )

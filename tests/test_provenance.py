@@ -61,7 +61,7 @@ def test_a_docstring_may_say_nothing_of_it(doc: str) -> None:
 @pytest.mark.parametrize(
     ("line", "by", "message"),
     [
-        ("reach: approximate: in blocks, not by token\n", "", "Mine says where it comes from, but has no `reach:`"),
+        ("reach: approximate: in blocks, not by token\n", "", "Mine states its source, but has no `reach:`"),
         ("arXiv 2501.00001", "arxiv.org/2501", "Mine: `year: 2025, arxiv.org/2501` is not of the form"),
         ("approximate: in", "nearly: in", "is neither `exact` nor `approximate: ` with how"),
         (

@@ -52,7 +52,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (with_header([1]), "is not a safetensors file"),
         (with_header({"b": ENTRY}), "has no tensor `a`; it has `b`"),
         (with_header({}), "it has none"),
-        (with_header({"a": ENTRY | {"dtype": "I64"}}), "`a` in `{}` is I64; a policy reads F64, F32, F16, BF16"),
+        (with_header({"a": ENTRY | {"dtype": "I64"}}), "`a` in `{}` is I64; policies read F64, F32, F16, BF16"),
         (with_header({"a": ENTRY}, bytes(7)), "is damaged"),
         (with_header({"a": ENTRY | {"shape": [3]}}, bytes(8)), "is damaged"),
         (with_header({"a": ENTRY | {"shape": [-2]}}, bytes(8)), "is damaged"),

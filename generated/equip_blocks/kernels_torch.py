@@ -1,4 +1,4 @@
-"""EQUIPBlocks in torch: what is remembered of every query, and who leaves.
+"""EQUIPBlocks in torch: state columns and eviction.
 
 Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 
@@ -20,7 +20,7 @@ def observe(row: View, columns: Columns) -> None:
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What may not leave."""
+    """Protect tokens from eviction."""
     keep.last(numbers["recent"])
 
 

@@ -1,6 +1,6 @@
-"""RoCo: Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
+"""RoCo: Evicts the token with the lowest mean attention among those whose attention has settled; tokens whose attention varies most are kept.
 
-Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from roco.kv (5994bd044d6d). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from .cache import RoCoCache

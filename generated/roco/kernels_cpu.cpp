@@ -1,8 +1,8 @@
 // RoCo: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
+// Made by kvdsl 0.1.0 from roco.kv (5994bd044d6d). Do not edit: `kvdsl compile` rewrites it.
 //
-// Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
+// Evicts the token with the lowest mean attention among those whose attention has settled; tokens whose attention varies most are kept.
 //
 // paper: "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference", section 4.3:
 //   mean attention score (MAS) and a scope by standard deviation

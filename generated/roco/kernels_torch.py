@@ -1,6 +1,6 @@
-"""RoCo in torch: what is remembered of every query, and who leaves.
+"""RoCo in torch: state columns and eviction.
 
-Made by kvdsl 0.1.0 from roco.kv (106903947dca). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from roco.kv (5994bd044d6d). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -21,7 +21,7 @@ def observe(row: View, columns: Columns) -> None:
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What may not leave."""
+    """Protect tokens from eviction."""
     sum_attn_squared = slots.column("sum_attn_squared")
     sum_attn = slots.column("sum_attn")
     keep.top(slots.sqrt((sum_attn_squared / slots.observed - (sum_attn / slots.observed).square()).clamp(min=0)), numbers["protect"])

@@ -1,6 +1,6 @@
 """SparCas: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from sparcas.kv (7aefa5e84f82). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def resolve(given: Given) -> dict[str, Tensor]:
 
 
 class SparCasCache(KVCache):
-    """Keeps every token and attends to few: those that score best over the dims in which the query is large.
+    """Keeps every token and attends to few: those with the best scores over the dims in which the query is large.
 
-    The first two layers stay dense (section 4.1). The newest token has to compete.
+    The first two layers attend to everything (section 4.1). The newest token has to compete.
 
     paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
     year: 2025

@@ -1,10 +1,10 @@
 // SparCas: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
+// Made by kvdsl 0.1.0 from sparcas.kv (7aefa5e84f82). Do not edit: `kvdsl compile` rewrites it.
 //
-// Keeps every token and attends to few: those that score best over the dims in which the query is large.
+// Keeps every token and attends to few: those with the best scores over the dims in which the query is large.
 //
-// The first two layers stay dense (section 4.1). The newest token has to compete.
+// The first two layers attend to everything (section 4.1). The newest token has to compete.
 //
 // paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
 // year: 2025

@@ -1,6 +1,6 @@
-"""SparCas in torch: what is attended to.
+"""SparCas in torch: selection.
 
-Made by kvdsl 0.1.0 from sparcas.kv (e74ebb0af390). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from sparcas.kv (7aefa5e84f82). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -15,7 +15,7 @@ from kvdsl.runtime.torch.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What is always attended to."""
+    """Mark tokens that are always selected."""
 
 
 def sketch(row: View) -> Tensor | float:

@@ -1,6 +1,6 @@
 """StreamingLLM: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from streaming_llm.kv (a865ebe3977d). Do not edit: `kvdsl compile` rewrites it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def resolve(given: Given) -> dict[str, Tensor]:
 
 
 class StreamingLLMCache(KVCache):
-    """Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
+    """Keeps the first tokens, which are attention sinks, and the most recent ones, at positions counted inside the cache.
 
-    A text may be longer than any that the model was trained on: the newest token always stands at position `live - 1`.
+    A text can be longer than the model was trained on: the newest token is always at position `live - 1`.
 
     paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", section 3.2
     year: 2023, arXiv 2309.17453

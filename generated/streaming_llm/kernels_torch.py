@@ -1,6 +1,6 @@
-"""StreamingLLM in torch: what is remembered of every query, and who leaves.
+"""StreamingLLM in torch: state columns and eviction.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
+Made by kvdsl 0.1.0 from streaming_llm.kv (a865ebe3977d). Do not edit: `kvdsl compile` rewrites it.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -14,7 +14,7 @@ from kvdsl.runtime.torch.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What may not leave."""
+    """Protect tokens from eviction."""
     keep.first(numbers["sinks"])
     keep.last(1)
 

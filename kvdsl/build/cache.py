@@ -1,4 +1,4 @@
-"""The folder for what is built once and used often."""
+"""The folder for build results."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from kvdsl.errors import KvdslError
 
 
 def cache_folder() -> Path:
-    """`$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist.
+    """Return `$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist.
 
     Raises:
-        KvdslError: as `user_folder`.
+        KvdslError: as in `user_folder`.
     """
     return user_folder("KVDSL_CACHE_DIR", "user_cache_dir")
 
 
 def user_folder(variable: str, directory: str) -> Path:
-    """The folder that an environment variable names, else kvdsl's in one of `platformdirs`' directories. It need not exist.
+    """Return the folder named by an environment variable, else kvdsl's in one of `platformdirs`' directories. It need not exist.
 
     Raises:
-        KvdslError: if it lies in a home folder that is not known.
+        KvdslError: if it is in an unknown home folder.
     """
     named = os.environ.get(variable)
     try:
         if named:
             return Path(named).expanduser()
-        import platformdirs  # not needed by what runs generated packages
+        import platformdirs  # generated packages do not need it at run time
 
         return Path(getattr(platformdirs, directory)("kvdsl", appauthor=False))
     except RuntimeError as error:
-        where = f"{named} lies in a home folder that is not known" if named else "the user's home folder is not known"
+        where = f"{named} is in an unknown home folder" if named else "the user's home folder is unknown"
         raise KvdslError(f"{where}: set {variable} to another folder") from error
 
 
 @contextmanager
 def cache_folder_at(folder: Path) -> Iterator[None]:
-    """Use another cache folder inside this block, for builds that are thrown away and not announced."""
-    before, told = os.environ.get("KVDSL_CACHE_DIR"), _told.set(False)
+    """Use another cache folder inside this block, for temporary and unannounced builds."""
+    before, token = os.environ.get("KVDSL_CACHE_DIR"), _announced.set(False)
     os.environ["KVDSL_CACHE_DIR"] = str(folder)
     try:
         yield
     finally:
-        _told.reset(told)
+        _announced.reset(token)
         if before is None:
             del os.environ["KVDSL_CACHE_DIR"]
         else:
             os.environ["KVDSL_CACHE_DIR"] = before
 
 
-_told: ContextVar[bool] = ContextVar("told", default=True)
+_announced: ContextVar[bool] = ContextVar("announced", default=True)
 
 
-def told() -> bool:
+def announces() -> bool:
     """Return whether builds are announced to the user."""
-    return _told.get()
+    return _announced.get()
 
 
 ELSEWHERE = "set KVDSL_CACHE_DIR to a folder that can be written to"
-"""What to do about a cache folder that cannot be used."""
+"""What to do about an unusable cache folder."""
 
 
 def writable(folder: Path, elsewhere: str = ELSEWHERE) -> Path:
     """Make the folder.
 
     Args:
-        elsewhere: what to do where that fails.
+        elsewhere: what to do if that fails.
 
     Raises:
         KvdslError: if it cannot be made or written to.
@@ -85,7 +85,7 @@ def writable(folder: Path, elsewhere: str = ELSEWHERE) -> Path:
 
 
 def refusal(path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> KvdslError:
-    """What to say when something in such a folder cannot be written."""
+    """Return the error for a file in such a folder that cannot be written."""
     hint = f"free some space there, or {elsewhere}" if error.errno in _FULL else elsewhere
     return KvdslError(f"cannot write {path} ({error.strerror}); {hint}")
 

@@ -1,8 +1,7 @@
 """Build C++ into shared libraries, once.
 
-What a policy's kernels have in common, the driver, is compiled into objects that all policies are linked with: a policy of its
-own takes a fraction of a second. The name of what is built is a digest of everything that decides what is in it: the source, the
-headers, the flags, the compiler and the processor. `kvdsl.build.store` keeps it.
+The code that all policies share, the driver, is compiled into objects once; a policy's own build then takes a fraction of a second.
+The name of a build is a digest of its inputs: source, headers, flags, compiler and processor. `kvdsl.build.store` keeps it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvdsl.abi import VERSION
-from kvdsl.build.cache import cache_folder, told
+from kvdsl.build.cache import announces, cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 
@@ -36,12 +35,12 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
 )  # fmt: skip
 EXACT = ("-ffp-contract=off",)
-"""For all but the driver: a policy's arithmetic is rounded operation by operation, as it is on every other backend."""
+"""For all but the driver: each operation of a policy is rounded, as in every other backend."""
 _COMPILERS = ("g++", "clang++", "c++")
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: `$CXX` (which may have arguments), else the first of the usual names.
+    """Return the command of the C++ compiler: `$CXX` (which may have arguments), else the first of the usual names.
 
     Raises:
         KvdslError: if there is none.
@@ -56,7 +55,7 @@ def compiler() -> list[str]:
 
 
 def flags() -> list[str]:
-    """Return the flags of every build, then `$KVDSL_CXXFLAGS`: `-march=x86-64-v3` for machines that have less than this one, say.
+    """Return the flags of every build, then `$KVDSL_CXXFLAGS`: for example `-march=x86-64-v3` for older machines.
 
     Raises:
         KvdslError: if that cannot be read.
@@ -65,7 +64,7 @@ def flags() -> list[str]:
 
 
 def _words(variable: str) -> list[str]:
-    """An environment variable, split as a shell does."""
+    """Split an environment variable like a shell."""
     try:
         return shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
@@ -75,10 +74,10 @@ def _words(variable: str) -> list[str]:
 
 @lru_cache
 def compiler_version(*command: str) -> str:
-    """The first line of `--version`."""
+    """Return the first line of `--version`."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    except OSError:  # no program at all: building will say so
+    except OSError:  # there is no such program; the build reports it
         return "unknown"
     said = (done.stdout or done.stderr).strip()
     return said.splitlines()[0] if said else "unknown"
@@ -86,7 +85,7 @@ def compiler_version(*command: str) -> str:
 
 @lru_cache
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
@@ -104,29 +103,29 @@ def _runtime() -> bytes:
 
 
 def kernel_library(source: Path, name: str) -> Path:
-    """The library of a policy's kernels, built now if it is not in the cache; building says so on standard error.
+    """Return the library of a policy's kernels, building it unless it is cached; a build is announced on standard error.
 
     Args:
         source: a file that includes `<kvdsl/decode.hpp>`.
-        name: what it is, for the message and the file's name.
+        name: its name in messages and the file's name.
 
     Raises:
-        KvdslError: without a compiler, without a writable cache folder, or if the compiler refuses the source.
+        KvdslError: without a compiler or a writable cache folder, or if the compiler refuses the source.
     """
     return _library(source, name, driven=True)
 
 
 def shared_library(source: Path, name: str) -> Path:
-    """The same of a source that is not linked with the driver; it may include its headers."""
+    """Return the library of a source that is not linked with the driver; it may include its headers."""
     return _library(source, name, driven=False)
 
 
 def open_library(build: Callable[[], Path], name: str) -> ctypes.CDLL:
-    """A library, built once more if it cannot be loaded: a cache folder may come from a machine with other libraries.
+    """Open a library, rebuilding it once if it cannot be loaded, as from the cache folder of another machine.
 
     Args:
-        build: gives its file, which is made if it is not there.
-        name: what it is, for the message.
+        build: returns its file, building it if it is missing.
+        name: its name in messages.
 
     Raises:
         KvdslError: if it still cannot be loaded, and what `build` raises.
@@ -149,7 +148,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def driver_objects() -> list[Path]:
-    """The driver's object files, built now if they are not in the cache.
+    """Return the driver's object files, building them unless they are cached.
 
     Raises:
         KvdslError: as in `kernel_library`.
@@ -168,14 +167,14 @@ def driver_objects() -> list[Path]:
 def _library(source: Path, name: str, driven: bool) -> Path:
     def make(folder: Path) -> None:
         started = time.perf_counter()
-        if told():
+        if announces():
             print(
                 f"kvdsl: building the C++ kernels of `{name}`, which takes some seconds, once", file=sys.stderr, flush=True
             )
         objects = driver_objects() if driven else []
         build_library([source, *objects], folder / f"{name}.so")
         taken = time.perf_counter() - started
-        if told():
+        if announces():
             print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {place.parent}", file=sys.stderr)
 
     place = _place(name, source.read_text(encoding="utf-8"))
@@ -183,7 +182,7 @@ def _library(source: Path, name: str, driven: bool) -> Path:
 
 
 def _place(name: str, source: str = "") -> Path:
-    """Where in the cache lies what is built of the runtime and perhaps a source."""
+    """Return the cache entry for a build of the runtime, and possibly a source."""
     cxx = compiler()
     digest = hashlib.sha256(_runtime())
     for part in (source, " ".join((*cxx, *flags(), *EXACT)), compiler_version(*cxx), _processor(), VERSION):
@@ -192,17 +191,17 @@ def _place(name: str, source: str = "") -> Path:
 
 
 def build_library(sources: list[Path], library: Path) -> None:
-    """Build a library of sources and objects, in the cache or anywhere.
+    """Build a library of sources and objects.
 
     Raises:
-        KvdslError: without a compiler, or if it fails or makes nothing.
-        OSError: if there is no writing there.
+        KvdslError: without a compiler, or if it fails or writes nothing.
+        OSError: if the folder cannot be written to.
     """
     _compile([*compiler(), *flags(), *EXACT, "-shared"], sources, library)
 
 
 def _compile(command: list[str], sources: list[Path], made: Path) -> None:
-    """Run the compiler. What it writes on its way, and leaves if it dies, lies beside the file that it makes."""
+    """Run the compiler. Its temporary files are next to the output."""
     with tempfile.TemporaryDirectory(prefix="compiling-", dir=made.parent) as temporary:
         command = [*command, f"-I{INCLUDE}", f"-I{DRIVER}", *map(str, sources), "-o", str(made)]
         try:
@@ -219,10 +218,10 @@ def _compile(command: list[str], sources: list[Path], made: Path) -> None:
     if done.returncode:
         raise KvdslError(_failure(command, done, made))
     if not made.is_file():
-        raise KvdslError(f"the C++ compiler {command[0]} reports success, but writes no file; {_OTHER}")
+        raise KvdslError(f"the C++ compiler {command[0]} reports success, but wrote no file; {_OTHER}")
     if _cut_short(made):
         raise KvdslError(
-            f"the C++ compiler {command[0]} reports success, but writes half a file; is the disk full? else {_OTHER}"
+            f"the C++ compiler {command[0]} reports success, but wrote an incomplete file; is the disk full? else {_OTHER}"
         )
 
 
@@ -230,7 +229,7 @@ _OTHER = "set CXX to another one"
 
 
 def _cut_short(made: Path) -> bool:
-    """Whether an ELF file ends before its table of sections does, which linkers write last: opening it could end the process."""
+    """Return whether an ELF file ends before its section table, which linkers write last; loading it could kill the process."""
     with open(made, "rb") as file:
         header = file.read(64)
     if header[:6] != b"\x7fELF\2\1" or len(header) < 64:  # 64 bits, little-endian
@@ -240,17 +239,17 @@ def _cut_short(made: Path) -> bool:
 
 
 def _failure(command: list[str], done: subprocess.CompletedProcess[str], made: Path) -> str:
-    """What to say of a compiler that fails; the whole of it goes into a file beside the entries, if there is room."""
+    """Return the message for a failed compiler. Its full output goes to a log in the cache folder, if there is room."""
     output = done.stderr.strip() or done.stdout.strip()
     first = (
         next((line.strip() for line in output.splitlines() if "error" in line.lower()), None) or output.partition("\n")[0]
     )
-    said = f"the C++ compiler failed: {first or f'{command[0]} ended with {done.returncode} without a word'}"
+    message = f"the C++ compiler failed: {first or f'{command[0]} ended with {done.returncode} without output'}"
     if "No space left" in output or "File size limit" in output:
-        return f"{said}; free some space at {cache_folder()}, or set KVDSL_CACHE_DIR to a folder on another disk"
+        return f"{message}; free some space at {cache_folder()}, or set KVDSL_CACHE_DIR to a folder on another disk"
     log = cache_folder() / "cpu" / f"{made.stem}.log"
     try:
         log.write_text(" ".join(command) + "\n\n" + output, encoding="utf-8")
     except OSError:
-        return f"{said}; {' '.join(command)} shows the rest"
-    return f"{said}; the command and its whole output are in {log}"
+        return f"{message}; {' '.join(command)} shows the full output"
+    return f"{message}; the command and its full output are in {log}"

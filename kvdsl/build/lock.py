@@ -18,27 +18,27 @@ from pathlib import Path
 from kvdsl.errors import KvdslError
 
 MAKING = ".making-"
-"""In the names of folders in which something is made."""
+"""Part of the names of folders in which an entry is being made."""
 
 LOCK = ".lock"
 
 LIMIT = 900.0
-"""Seconds that one waits in all; building takes less than a minute."""
+"""The most seconds to wait; builds take less than a minute."""
 
 SILENT = 1.0
-"""Seconds after which one says that one waits."""
+"""Seconds of waiting before it is announced."""
 
 
 @contextmanager
 def making(thing: Path, what: str, patience: float | None = None) -> Iterator[Path]:
-    """Give an empty folder beside a path in the cache folder, in which to make it; wait, and say so, while another process does.
+    """Yield an empty folder next to a cache path, to make the entry in; wait, with a message, while another process makes it.
 
-    The folder goes with the block, and where the process is killed, with the next one that makes anything there.
+    The folder is removed with the block, or after a killed process by the next one.
 
     Args:
-        thing: what will be made.
+        thing: the path of the entry.
         what: its name in messages.
-        patience: seconds to wait, `LIMIT` if not said.
+        patience: seconds to wait, by default `LIMIT`.
 
     Raises:
         KvdslError: if that was not enough.
@@ -55,7 +55,7 @@ def making(thing: Path, what: str, patience: float | None = None) -> Iterator[Pa
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left half made."""
+    """Remove what killed processes left."""
     for left in folder.glob(f"*{MAKING}*"):
         with contextlib.suppress(OSError), _locked(left.with_name(left.name.partition(MAKING)[0]), 0) as locked:
             if locked:
@@ -63,7 +63,7 @@ def sweep(folder: Path) -> None:
 
 
 def _wait(held: contextlib.ExitStack, thing: Path, what: str, limit: float) -> bool:
-    """Take the lock until the stack closes; return False where files cannot be locked."""
+    """Take the lock until the stack closes; return False if files cannot be locked."""
     first = min(SILENT, limit)
     try:
         return held.enter_context(_locked(thing, first))
@@ -73,7 +73,7 @@ def _wait(held: contextlib.ExitStack, thing: Path, what: str, limit: float) -> b
         return held.enter_context(_locked(thing, limit - first))
     except TimeoutError as error:
         raise KvdslError(
-            f"waited {limit:g} s for another process, which builds `{what}` and holds {_lock_of(thing)}; if it does nothing, end it"
+            f"waited {limit:g} s for another process, which builds `{what}` and holds {_lock_of(thing)}; if it hangs, end it"
         ) from error
 
 
@@ -83,10 +83,10 @@ def _lock_of(thing: Path) -> Path:
 
 @contextmanager
 def _locked(thing: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock; False if the file system has none.
+    """Hold the lock; yield False if the file system has none.
 
     Raises:
-        TimeoutError: if another process or thread held it all the time.
+        TimeoutError: if another process or thread held it throughout.
     """
     if sys.platform == "emscripten":  # there is no other process
         yield False

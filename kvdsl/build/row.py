@@ -1,4 +1,4 @@
-"""What came of building a kernel, for any processor."""
+"""The result of building a kernel, for any processor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What one kernel takes of one target.
+    """One kernel built for one target.
 
     Attributes:
-        policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            under a hard cap `make_room`, `agree` where heads do, and `take` and `give_back` where slots lie in blocks; for prompts
-            `observe`, `over_slots` before it where values over slots are reduced, and behind it `settle_prompt`.
-        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
-            fit in there.
-        ms: how long compiling took; 0 if it had been done.
-        taken: what the machine code says, if asked for.
+        policy, kernel: `attend`, which policies share, or `settle`; `look` and `choose` for a selection, `make_room` under a hard cap,
+            `agree` if heads agree, `take` and `give_back` for slots in blocks; for prompts `observe`, before it `over_slots` if values
+            over slots are reduced, and after it `settle_prompt`.
+        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not fit.
+        ms: the time to compile; 0 if it was cached.
+        taken: what the machine code uses, if requested.
     """
 
     policy: str

@@ -1,12 +1,11 @@
-"""What is made once and used often, in the cache folder: checked whenever it is opened, made again where it is damaged.
+"""Build results in the cache folder: checked whenever they are opened, and made again if damaged.
 
-An entry is a folder with a seal, which has the size and the digest of each of its files. It is made in a folder of its maker's own
-and published by one rename: others see all of it or nothing. Nothing is flushed to disk: opening an entry compares it with its seal,
-and a file half written by a power cut has another digest.
+An entry is a folder with a seal, which has the size and digest of each of its files. It is made in a private folder and published by
+one rename, so others see all of it or nothing. Nothing is flushed to disk: a file left incomplete by a power cut has another digest
+than its seal.
 
-Reading the weights of a model whole takes a second. So the state of a file is noted beside it when it has been read, and it is not read
-again while that is the same. No program changes a file and not its `ctime`, which the system alone sets. What a disk forgets by
-itself goes unnoticed.
+Reading a model's weights takes a second. So a file's stamp is noted after a full read, and the file is not read again while the stamp
+is the same. Programs cannot change a file without its `ctime`. Silent disk corruption goes unnoticed.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ SEAL = "seal.json"
 def entry(
     folder: Path, what: str, make: Callable[[Path], None], patience: float | None = None, elsewhere: str = ELSEWHERE
 ) -> Path:
-    """The entry in `folder`: the one that is there if it is sound, else one that is made now, by one process for all.
+    """Return the entry in `folder`: the existing one if it is sound, else a new one, made by one process for all.
 
     Args:
         what: its name in messages.
-        make: writes the entry's files into the empty folder that it is given; what lies beside that folder is its own as well.
-        patience: seconds to wait for another process that makes it; minutes, if not said.
-        elsewhere: what to do where the disk is full or cannot be written to.
+        make: writes the entry's files into a given empty folder; it may also use that folder's parent.
+        patience: seconds to wait for another process that makes it; by default minutes.
+        elsewhere: what to do if the disk is full or read-only.
 
     Raises:
-        KvdslError: if it cannot be written, or is damaged as soon as it is; and whatever `make` raises.
+        KvdslError: if it cannot be written, or is damaged at once; and whatever `make` raises.
     """
     if flaw(folder) is None:
         return folder
-    from kvdsl.build.lock import making  # most find their entry
+    from kvdsl.build.lock import making  # usually the entry exists
 
     writable(folder.parent, elsewhere)
     try:
@@ -53,16 +52,16 @@ def entry(
     except OSError as error:
         raise refusal(folder, error, elsewhere) from error
     if (found := flaw(folder)) is not None:
-        raise KvdslError(f"{folder} is damaged as soon as it is written ({found}): is its disk sound? else {elsewhere}")
+        raise KvdslError(f"{folder} is damaged right after writing ({found}): is the disk failing? else {elsewhere}")
     return folder
 
 
 def flaw(folder: Path, known: bool = False) -> str | None:
-    """What keeps an entry from being used; None if it is what was made.
+    """Return why an entry is unusable; None if it matches its seal.
 
     Args:
-        known: whether files that nobody has touched since they were last compared with the seal count as sound. It spares the second
-            that the weights of a model take. What a disk forgets by itself is not noticed then.
+        known: whether to trust files whose stamps have not changed since they were compared with the seal. That saves a second for a
+            model's weights, but misses silent disk corruption.
     """
     found: dict[str, Stamp] = {}
     try:
@@ -84,22 +83,22 @@ def flaw(folder: Path, known: bool = False) -> str | None:
 
 
 def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
-    """Make the entry in a folder of one's own, and publish it."""
+    """Make the entry in a private folder, and publish it."""
     found = flaw(folder)
-    if found is None:  # by another process, while we waited
+    if found is None:  # another process made it while this one waited
         return
     made = own / "made"
     made.mkdir()
     make(made)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in sorted(made.iterdir())}
     (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-    if flaw(folder) is None:  # where files cannot be locked, another process was first
+    if flaw(folder) is None:  # without locks another process was first
         return
     if folder.exists():
         print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
         try:
             os.rename(folder, own / "damaged")
-        except OSError:  # of an image below a container, whose folders cannot be renamed
+        except OSError:  # such as of an image below a container, whose folders cannot be renamed
             shutil.rmtree(folder)
     try:
         os.rename(made, folder)
@@ -109,7 +108,7 @@ def _make(folder: Path, own: Path, make: Callable[[Path], None]) -> None:
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as source:
         while chunk := source.read(1 << 20):
@@ -124,17 +123,17 @@ NOTE = "compared.json"
 """The file with the stamps."""
 
 STILL = 2.0
-"""Seconds for which a file must not have changed before its stamp tells: clocks of file systems tick slowly."""
+"""Seconds without changes before a stamp is trusted: file systems' clocks are coarse."""
 
 
 def stamp(file: Path) -> Stamp:
-    """Return the size, times and identity of a file, in a few microseconds."""
+    """Return a file's stamp, in microseconds."""
     found = file.stat()
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """The stamps that were noted in a folder, by file; none if there is no note, or it cannot be read."""
+    """Return the stamps noted in a folder, by file; none without a readable note."""
     try:
         found = json.loads((folder / NOTE).read_bytes())
     except (OSError, ValueError):
@@ -143,16 +142,16 @@ def noted(folder: Path) -> dict[str, Any]:
 
 
 def note(folder: Path, found: dict[str, Stamp]) -> None:
-    """Note that files with these stamps were compared and are sound, if that can be known by now, and written."""
+    """Note that files with these stamps were compared and are sound, unless they are too new or the note cannot be written."""
     if any(time.time() - ctime / 1e9 < STILL for *_, ctime in found.values()):
         return
     beside = folder / f".{NOTE}.{os.getpid()}"
     try:
         for name in found:
             with open(folder / name, "rb") as file:
-                os.fsync(file.fileno())  # or a power cut could take what was compared, and leave the note
+                os.fsync(file.fileno())  # or a power cut could lose the files and keep the note
         beside.write_text(json.dumps(found), encoding="utf-8")
         os.replace(beside, folder / NOTE)
-    except OSError:  # of a folder that others own, say: they are read whole each time
+    except OSError:  # such as in another user's folder; files are then read fully each time
         with suppress(OSError):
             beside.unlink()

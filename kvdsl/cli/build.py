@@ -1,4 +1,4 @@
-"""`kvdsl build`: compile kernels ahead of time and say what they take of a processor."""
+"""`kvdsl build`: compile kernels ahead of time and report their use of a processor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
 @click.option("--target", "targets", default=TARGETS, show_default=True, metavar="LIST", help="What to compile for.")
 @click.option("--group", type=click.IntRange(1, 128), default=4, show_default=True, help="Query heads per KV head, on GPUs.")
 @click.option("--head-dim", type=click.IntRange(16, 512), default=128, show_default=True,
-              help="Numbers of a key, and of a value, on GPUs; a multiple of 16.")  # fmt: skip
+              help="Dims of keys and values on GPUs; a multiple of 16.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True,
-              help="Of the model, on GPUs.")  # fmt: skip
-@click.option("--report", is_flag=True, help="Say what the GPUs' machine code does in its loops, with estimated times.")
+              help="The model's dtype, on GPUs.")  # fmt: skip
+@click.option("--report", is_flag=True, help="Analyse the loops of the GPUs' machine code, with estimated times.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="With --report: rows of a step.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="With --report: KV heads of a row.")
 @click.option("--slots", type=click.IntRange(1), default=4096, show_default=True, help="With --report: slots of a KV head.")
@@ -45,9 +45,9 @@ def command(
     A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
     GPU kernels are compiled for one shape of a model; others are compiled when they first run.
 
-    With --report, of every innermost loop: instructions a slot (in a prompt's kernels a score), loads by their bits, products of
-    matrices, barriers, and the least time that a step takes to issue the loop's instructions on that GPU, and to read what it asks
-    for. Times are estimates from machine code, without latencies: they tell one kernel from another, not how fast it is.
+    With --report, for every innermost loop: instructions per slot (in a prompt's kernels per score), loads by their bits, products of
+    matrices, barriers, and the least time in which that GPU issues the loop's instructions, and reads its data, in a step. Times are
+    estimates from machine code, without latencies: they compare kernels, and do not predict speed.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def command(
     from kvdsl.loading import load
 
     if head_dim % 16:
-        raise click.BadParameter("is a multiple of 16", param_hint="'--head-dim'")
+        raise click.BadParameter("must be a multiple of 16", param_hint="'--head-dim'")
     if memory.get("kv_dtype", "model") != "model":
         raise click.BadParameter(
             "C++ kernels read every one, and Triton's read none: leave it out", param_hint="'--kv-dtype'"
@@ -124,7 +124,7 @@ def _show(rows: list[Row]) -> None:
 
 
 def _show_loops(rows: list[Row]) -> None:
-    """A table of what --report found; nothing without it."""
+    """Print a table for --report; nothing without it."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`kvdsl check`: what is wrong with policies."""
+"""`kvdsl check`: check policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option, tell
+from kvdsl.cli.common import (
+    COULD_NOT_RUN,
+    error,
+    exit_code,
+    finish,
+    kv_files,
+    print_json,
+    report,
+    report_failure,
+    set_option,
+)
 from kvdsl.errors import KvdslError
 from kvdsl.shipped import file_of
 
@@ -21,7 +31,7 @@ FORMATS = ("text", "json", "sarif", "github")
 
 
 class _Format(click.Choice[str]):
-    """One of the formats; `human` is what `text` was called once."""
+    """An output format; `human` is an old name of `text`."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert("text" if value == "human" else value, param, ctx)
@@ -30,17 +40,17 @@ class _Format(click.Choice[str]):
 @click.command()
 @click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
 @click.option("--format", "style", type=_Format(FORMATS), default="text", show_default=True,
-              help="For people, for programs, for code hosts and editors (SARIF 2.1.0), or as annotations on GitHub.")  # fmt: skip
+              help="Text, JSON, SARIF 2.1.0 for code hosts and editors, or annotations for GitHub.")  # fmt: skip
 @click.option("--json", "style", flag_value="json", hidden=True)
 @set_option
 @click.option("--deny-warnings", is_flag=True, help="Exit with 1 for warnings, too.")
 @click.option("--watch", "watching", is_flag=True, help="Check again whenever a file changes, until Ctrl-C.")
 def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_warnings: bool, watching: bool) -> None:
-    """Check policies and say what is wrong, where, and how to mend it.
+    """Check policies, and show errors with their place and fix.
 
-    FILE is a .kv file, a folder of them, a policy that comes with kvdsl by its name, `mine.py:calm`, a policy written in Python, or `-`
-    for standard input. A Python file is run: name only what you trust. Without any, all .kv files below the current folder are
-    checked. `kvdsl explain CODE` says more about an error.
+    FILE is a .kv file, a folder of them, a shipped policy by its name, `mine.py:calm` for a policy written in Python, or `-` for
+    standard input. A Python file is executed, so name only trusted ones. Without FILE, all .kv files below the current folder are
+    checked. `kvdsl explain CODE` explains an error.
 
     \b
     Examples:
@@ -51,7 +61,7 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
       echo 'kv 1' | kvdsl check -
 
     Exit codes: 0 no errors, 1 errors (with --deny-warnings also warnings), 2 a file could not be read, or the command line is
-    wrong. `--watch` ends with the last check's.
+    wrong. `--watch` exits with the code of the last check.
     """
     if watching and "-" in files:
         raise click.UsageError("standard input cannot be watched")
@@ -67,7 +77,7 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
 
 @dataclass
 class _Check:
-    """A check of what a command line names: the `names` of files, which of them and of others it `read`, and its exit code."""
+    """A check of a command line: the `names` of files, all files `read`, and its exit code."""
 
     named: tuple[str, ...]
     style: str
@@ -78,10 +88,10 @@ class _Check:
     code: int = COULD_NOT_RUN
 
     def findings(self) -> list[Diagnostic]:
-        """What is wrong with all of it."""
+        """Return the diagnostics of all files."""
         self.names = kv_files(self.named, tests=True)
         self.read.clear()
-        # What is wrong with a file that several import is wrong once, however often it is read.
+        # A file that several others import is read repeatedly, but reported once.
         told: dict[tuple[object, ...], Diagnostic] = {}
         for one in (one for name in self.names for one in self._check(name)):
             told.setdefault((one.code, one.file, one.span.start, one.span.end, one.message), one)
@@ -90,7 +100,7 @@ class _Check:
         return found
 
     def files(self) -> set[Path]:
-        """What the check depends on: the files that are named, also those that are not there, and what they import."""
+        """Return the files that the check depends on: named ones, even missing ones, and their imports."""
         return self.read | {file_of(name) for name in kv_files(self.named, tests=True)}
 
     def _check(self, name: str) -> tuple[Diagnostic, ...]:
@@ -105,13 +115,13 @@ class _Check:
         return analysis.diagnostics
 
     def show(self, found: list[Diagnostic]) -> None:
-        """Shows what is wrong."""
+        """Print the diagnostics."""
         if not self.names:
             nothing = "there is no .kv file to check"
             if self.style == "json":
-                tell(KvdslError(nothing), as_json=True)
+                report_failure(KvdslError(nothing), as_json=True)
                 return
-            error(nothing, "name the files, or start with a copy: `kvdsl list` shows policies")
+            error(nothing, "name the files, or start with a copy: `kvdsl list` lists policies")
         if self.style == "json":
             from kvdsl.diagnostics import render_json
 
@@ -127,4 +137,4 @@ class _Check:
         elif found:
             report(found)
         elif self.names:
-            click.echo(f"{len(self.names)} file{'s' if len(self.names) != 1 else ''} checked: all is well")
+            click.echo(f"{len(self.names)} file{'s' if len(self.names) != 1 else ''} checked: no problems")

@@ -1,4 +1,4 @@
-"""Options, exit codes, JSON output and error reports that the commands share."""
+"""Options, exit codes, JSON output and error reports that commands share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLEAN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
 
 FORMAT_VERSION = "1.0"
 
-# These say that the command was not given what it needs, rather than that something is wrong with a policy.
+# Codes for missing input, as opposed to errors in a policy.
 _USAGE_CODES = frozenset({"KV0214", "KV0215", "KV0216"})
 _UNREADABLE = "KV0114"
 
@@ -55,12 +55,10 @@ set_option = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", callback=_parse_settings, shell_complete=completion.settings,
     help="Change the default of one of the policy's params; `ratio=0.25` is a budget of a quarter of the prompt. May be repeated.",
 )  # fmt: skip
-"""`--set NAME=VALUE`, given to the command as `settings: dict[str, str]`."""
+"""`--set NAME=VALUE`, passed to the command as `settings: dict[str, str]`."""
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead of text, also of what goes wrong."
-)
-"""`--json`, given to the command as `as_json: bool`."""
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text, also for errors.")
+"""`--json`, passed to the command as `as_json: bool`."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -69,10 +67,10 @@ _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
 def kv_files(names: Iterable[str], *, tests: bool = False) -> list[str]:
-    """What a command is to work on: the names, or the current folder without any; folders replaced by the .kv files in them.
+    """Return the names to work on, by default the current folder, with folders replaced by the .kv files in them.
 
     Args:
-        tests: whether `*_test.kv` in folders count.
+        tests: whether to include `*_test.kv` of folders.
     """
     found: list[str] = []
     for name in names or (".",):
@@ -92,7 +90,7 @@ def _below(folder: Path, tests: bool) -> Iterator[str]:
 
 
 def _tests_a_grammar(path: Path) -> bool:
-    """Whether a file is a test of an editor's grammar, as vscode-tmgrammar-test reads it: wrong on purpose, and no policy of anybody's."""
+    """Return whether a file tests an editor's grammar with vscode-tmgrammar-test; such files contain deliberate errors."""
     try:
         with path.open("rb") as stream:
             return stream.read(13) == b"# SYNTAX TEST"
@@ -104,7 +102,7 @@ def _tests_a_grammar(path: Path) -> bool:
 
 
 def print_json(content: Mapping[str, Any], *, dtype: str | None = None, seed: int | None = None) -> None:
-    """Print the command's one JSON object, with its format's version and the environment."""
+    """Print the command's JSON object, with the format's version and the environment."""
     from kvdsl.environment import environment
 
     whole = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype, seed=seed), **content}
@@ -112,7 +110,7 @@ def print_json(content: Mapping[str, Any], *, dtype: str | None = None, seed: in
 
 
 def terminal_width(most: int, least: int = 40) -> int:
-    """Characters of a line on standard output: as many as the terminal has, from `least` to `most`; `most` where there is none."""
+    """Return the width of standard output, from `least` to `most`; `most` without a terminal."""
     return max(least, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
@@ -127,7 +125,7 @@ def params_as_data(policy: Policy) -> list[dict[str, Any]]:
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """One line on standard error, and perhaps a second one that says how to mend it."""
+    """Print an error on standard error, and optionally a second line with a fix."""
     from kvdsl.diagnostics import wants_color
 
     color = wants_color(sys.stderr)
@@ -137,7 +135,7 @@ def error(message: str, hint: str | None = None) -> None:
 
 
 def warning(message: str) -> None:
-    """One line on standard error."""
+    """Print a warning on standard error."""
     from kvdsl.diagnostics import wants_color
 
     click.echo(click.style("warning", fg="yellow", bold=True) + f": {message}", err=True, color=wants_color(sys.stderr))
@@ -145,7 +143,7 @@ def warning(message: str) -> None:
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Python's warnings of users' making as a line of the command's, without the place in a program that nobody has written."""
+    """Print Python's warnings for users as one line, without a source location."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -162,7 +160,7 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def report(diagnostics: Iterable[Diagnostic]) -> None:
-    """Diagnostics for people, on standard error; nothing if there are none."""
+    """Print diagnostics on standard error; nothing without any."""
     from kvdsl.diagnostics import render_human, wants_color
 
     found = list(diagnostics)
@@ -175,7 +173,7 @@ def report(diagnostics: Iterable[Diagnostic]) -> None:
 
 
 def exit_code(diagnostics: Iterable[Diagnostic], *, deny_warnings: bool = False) -> int:
-    """What diagnostics mean for the exit code: a policy that is not there could not be checked."""
+    """Return the exit code for diagnostics: 2 if a policy is missing or could not be checked."""
     found = list(diagnostics)
     if any(_could_not_run(one) for one in found):
         return COULD_NOT_RUN
@@ -183,7 +181,7 @@ def exit_code(diagnostics: Iterable[Diagnostic], *, deny_warnings: bool = False)
 
 
 def _could_not_run(found: Diagnostic) -> bool:
-    # A file that an import names is the policy's mistake, and its diagnostic points to the import.
+    # A missing imported file is an error of the policy, and its diagnostic points at the import.
     return found.code in _USAGE_CODES or (found.code == _UNREADABLE and found.span.start == found.span.end)
 
 
@@ -191,10 +189,10 @@ def _could_not_run(found: Diagnostic) -> bool:
 
 
 def guarded(action: Callable[[], Any], as_json: bool = False) -> int:
-    """Run a command; whatever goes wrong becomes a clear message and the right exit code.
+    """Run a command; turn every failure into a clear message and an exit code.
 
     Args:
-        as_json: whether the command was asked for JSON: what goes wrong is then told in its one object, too.
+        as_json: whether to report failures in the command's JSON object.
     """
     try:
         code = action()
@@ -208,11 +206,11 @@ def guarded(action: Callable[[], Any], as_json: bool = False) -> int:
         error("interrupted")
         return 130
     except Exception as failure:
-        return tell(failure, as_json)
+        return report_failure(failure, as_json)
 
 
-def tell(failure: Exception, as_json: bool) -> int:
-    """Say what went wrong; the exit code that goes with it."""
+def report_failure(failure: Exception, as_json: bool) -> int:
+    """Report a failure; return its exit code."""
     from kvdsl.diagnostics import DiagnosticError, render_json, summary
 
     if isinstance(failure, DiagnosticError):
@@ -237,7 +235,7 @@ def tell(failure: Exception, as_json: bool) -> int:
 
 
 def _in_words(failure: Exception) -> tuple[str, str | None] | None:
-    """What to say of a failure, and how to mend it; None if it is a mistake of kvdsl's own."""
+    """Return a failure's message and fix; None for an internal error."""
     if isinstance(failure, click.ClickException):
         return _usage(failure)
     if isinstance(failure, KvdslError):
@@ -246,13 +244,13 @@ def _in_words(failure: Exception) -> tuple[str, str | None] | None:
         about = f"{failure.filename}: " if failure.filename is not None else ""
         return f"{about}{failure.strerror}", None
     if isinstance(failure, ModuleNotFoundError) and not (failure.name or "").startswith("kvdsl"):
-        return f"this needs {failure.name}, which is not installed", "`kvdsl doctor` says what is there and what is missing"
+        return f"this needs {failure.name}, which is not installed", "`kvdsl doctor` shows what is missing"
     return None
 
 
 def _internal(failure: Exception) -> tuple[str, str]:
     text = _one_line(str(failure))[:200]
-    hint = "please file an issue with the command and the policy; KVDSL_DEBUG=1 shows where it happened"
+    hint = "please file an issue with the command and the policy; KVDSL_DEBUG=1 shows the traceback"
     return f"internal error: {type(failure).__name__}: {text}", hint
 
 

@@ -1,4 +1,4 @@
-"""`kvdsl compile`: policies become Python packages."""
+"""`kvdsl compile`: compile policies to Python packages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Compiled:
     """A policy and the files of its package, by path below the output folder.
 
     Attributes:
-        name: how the command line calls it.
-        origin: where it comes from, as its manifest says.
-        changed: those that differ from what is there.
-        stale: what is there of an earlier compilation that the package has no more.
+        name: its name on the command line.
+        origin: its source, for the manifest.
+        changed: the files that differ from those in the folder.
+        stale: files of an earlier compilation that the package no longer has.
     """
 
     name: str
@@ -43,33 +43,30 @@ class Compiled:
 @click.command()
 @click.argument("policies", metavar="FILE...", nargs=-1, required=True, shell_complete=completion.policies)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
-              help="The folder that the packages go into.")  # fmt: skip
+              help="The folder for the packages.")  # fmt: skip
 @set_option
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 and show the difference if something would change.")
-@click.option(
-    "--force", is_flag=True, help="Write over a package that was made from another source, and over what kvdsl did not make."
-)
+@click.option("--check", is_flag=True, help="Write nothing; if files would change, show the difference and exit with 1.")
+@click.option("--force", is_flag=True, help="Overwrite a package from another source, and files that kvdsl did not make.")
 @click.option("--emit", type=click.Choice(["syntax", "ir", "plan", "code"]),
-              help="Print one stage of the compiler and write nothing: the file's tree, the flat policy, what the templates are "
-                   "given, or the files; with --json the policy as data.")  # fmt: skip
+              help="Print one stage of the compiler and write nothing: the file's tree, the flat policy, the templates' "
+                   "input, or the files; with --json the policy as data.")  # fmt: skip
 @json_option
 def command(
     policies: tuple[str, ...], out: Path, settings: dict[str, str], check: bool, force: bool, emit: str | None, as_json: bool
 ) -> None:
-    """Turn policies into Python packages.
+    """Compile policies to Python packages.
 
-    FILE is a .kv file, a folder of them, `-` for standard input, a policy that comes with kvdsl by its name (see `kvdsl list`), or
-    `mine.py:calm`, a policy written in Python, whose file is run: name only what you trust. `roco.kv` becomes the package
-    `generated/roco` with the class `RoCoCache`. Files that would not change are not touched. A package that was made from another
-    source is written over with --force only.
+    FILE is a .kv file, a folder of them, `-` for standard input, a shipped policy by its name (see `kvdsl list`), or `mine.py:calm` for
+    a policy written in Python, whose file is executed, so name only trusted ones. `roco.kv` becomes the package `generated/roco` with
+    the class `RoCoCache`. Unchanged files are not touched. A package from another source is overwritten with --force only.
 
     \b
     Examples:
       kvdsl compile roco                         a shipped policy
       kvdsl compile mine.kv --out caches         a policy of your own
       kvdsl compile h2o --set budget=1024        with another default
-      kvdsl compile --check roco h2o             for CI: is what is committed up to date?
-      kvdsl compile roco --emit ir               what the compiler made of it: syntax, ir, plan or code
+      kvdsl compile --check roco h2o             for CI: are the committed files up to date?
+      kvdsl compile roco --emit ir               a stage of the compiler: syntax, ir, plan or code
     """
     policies = tuple(_policies_of(policies))
     analysed = [_analyse(name, settings) for name in policies]
@@ -94,7 +91,7 @@ def command(
 
 
 def _policies_of(names: Iterable[str]) -> Iterator[str]:
-    """The names, folders replaced by the files of policies in them."""
+    """Yield the names, with folders replaced by the files of policies in them."""
     for name in names:
         if not Path(name).is_dir():
             yield name
@@ -106,7 +103,7 @@ def _policies_of(names: Iterable[str]) -> Iterator[str]:
 
 
 def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | SourceFile]:
-    """The checked policy and what it was read from; warnings are shown, errors end the command."""
+    """Return the checked policy and its source; print warnings, and end the command after errors."""
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
 
@@ -132,7 +129,7 @@ def _compile(name: str, policy: Policy, found: Path | SourceFile, out: Path) -> 
 
 
 def _origin(name: str, found: Path | SourceFile, out: Path) -> str:
-    """What a policy was read from: a shipped one by its name, a file by its path from where the output folder lies."""
+    """Return a policy's source for the manifest: a shipped one by name, a file by its path relative to the output folder's parent."""
     while isinstance(found, Combined):
         name, found = found.text[: found.named], found.base
     if is_standard_input(name):
@@ -152,7 +149,7 @@ def _refuse_same_names(compiled: list[Compiled]) -> None:
 
 
 def _refuse_others(compiled: list[Compiled], out: Path) -> None:
-    """Refuse to write over what comes from elsewhere: nothing is written then."""
+    """Refuse to overwrite packages from other sources, before writing anything."""
     from kvdsl.emit.render import is_ours, origin_of
 
     for one in compiled:
@@ -163,8 +160,8 @@ def _refuse_others(compiled: list[Compiled], out: Path) -> None:
         if there != one.origin:
             what = "was not made by kvdsl" if there is None else f"was made from `{there}`"
             raise KvdslError(
-                f"`{folder.as_posix()}` {what}, and `{one.origin}` would be written over it; give the file another name, `--out` another "
-                "folder, or write over it with `--force`"
+                f"`{folder.as_posix()}` {what}, and `{one.origin}` would overwrite it; give the file another name, `--out` another "
+                "folder, or overwrite it with `--force`"
             )
 
 
@@ -208,8 +205,8 @@ def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], chec
             click.echo(f"not up to date: run `{shlex.join(again)}`", err=True)
         return
     for one in compiled:
-        if (told := without(one.files[f"{one.policy.stem}/manifest.json"], "cpu")) is not None:
-            warning(f"`{one.policy.stem}` runs on the torch backend: {told}")
+        if (reason := without(one.files[f"{one.policy.stem}/manifest.json"], "cpu")) is not None:
+            warning(f"`{one.policy.stem}` runs on the torch backend: {reason}")
     if len(compiled) == 1:
         click.echo(f"\n{_usage(compiled[0].policy, out)}")
 
@@ -229,7 +226,7 @@ def _difference(out: Path, name: str, text: str | bytes) -> Iterator[str]:
 
 
 def _usage(policy: Policy, out: Path) -> str:
-    """How to import what was made: as a package where the folder's path is one."""
+    """Return example code that imports the class, as a package if the folder's path is one."""
     stem, name = policy.stem, f"{policy.name}Cache"
     parts = out.parts
     if not out.is_absolute() and all(part.isidentifier() for part in parts):
@@ -242,7 +239,7 @@ def _usage(policy: Policy, out: Path) -> str:
     given = "".join(f", {one.name}=f" for one in policy.given if one.default is None)
     lines.append(f"out = model.generate(**inputs, cache={name}(model{budget}{given}))")
     if given:
-        lines.append("# f(module, hidden_states) returns a number of each new token: [batch, KV heads or 1, tokens]")
+        lines.append("# f(module, hidden_states) returns a number per new token: [batch, KV heads or 1, tokens]")
     return "\n".join(lines)
 
 
@@ -280,11 +277,11 @@ def _stage_as_data(policy: Policy, source: str, stage: str) -> dict[str, object]
 
 
 def _tree(policy: Policy, source: str) -> str:
-    """The syntax tree of the file, one node a line, children below it."""
+    """Print the syntax tree of the file, one node a line."""
     from kvdsl.diagnostics import Sink
     from kvdsl.source import SourceFile
     from kvdsl.syntax.parser import parse
 
     tree = parse(SourceFile(f"{policy.stem}.kv", source), Sink()).tree
-    assert tree is not None, "it has been checked"
+    assert tree is not None, "the file was checked"
     return tree.pretty()

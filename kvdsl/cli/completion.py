@@ -1,4 +1,4 @@
-"""What a shell completes: the names of commands, policies, files and params. `docs/howto/editors.md` says how to turn it on."""
+"""Shell completion of commands, policies, files and params. `docs/howto/editors.md` describes how to enable it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvdsl.errors import KvdslError
 from kvdsl.shipped import all_policies, separate
 
 POLICY = "roco"
-"""What commands take that are given none."""
+"""The commands' default policies."""
 
 _NAMING = ("named", "names", "policy", "policies", "files", "what")
-"""What commands call the arguments and options that name policies."""
+"""The names of arguments and options that take policies."""
 
 
 class _Bash(BashComplete):
-    """As click's, but no space follows what is not complete yet: `budget=` and `folder/`."""
+    """click's completion, but without a space after incomplete words: `budget=` and `folder/`."""
 
     source_template = BashComplete.source_template.replace(
         "COMPREPLY+=($value)", "COMPREPLY+=($value)\n            [[ $value == *[=/] ]] && compopt -o nospace"
@@ -31,19 +31,19 @@ add_completion_class(_Bash)
 
 
 def policies(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shipped policies, and .kv files and folders; of a list `A,B` the last."""
+    """Complete shipped policies, .kv files and folders; in a list `A,B` the last item."""
     before, comma, last = incomplete.rpartition(",")
     shipped = (path.stem for path in all_policies()) if "/" not in last else ()
     return [CompletionItem(before + comma + name) for name in [*shipped, *_paths(last)] if name.startswith(last)]
 
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """.kv files, and folders."""
+    """Complete .kv files and folders."""
     return [CompletionItem(path) for path in _paths(incomplete) if path.startswith(incomplete)]
 
 
 def policies_or_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What `kvdsl explain` explains: policies, and the codes of diagnostics once `KV` stands there."""
+    """Complete policies, and codes of diagnostics after `KV`."""
     from kvdsl.codes import CODES
 
     prefix = incomplete.upper()
@@ -53,7 +53,7 @@ def policies_or_codes(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """`NAME=` for the params of the policies that the command line names before."""
+    """Complete `NAME=` for params of the policies named earlier on the command line."""
     items: dict[str, CompletionItem] = {}
     for policy in _named(ctx):
         for name, default in _params(policy):
@@ -64,7 +64,7 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 def _paths(start: str) -> Iterator[str]:
-    """The .kv files and the folders whose path begins so."""
+    """Yield the .kv files and folders that start with this path."""
     folder = start[: start.rfind("/") + 1]
     try:
         found = sorted(Path(folder or ".").iterdir())
@@ -77,8 +77,10 @@ def _paths(start: str) -> Iterator[str]:
 
 
 def _named(ctx: click.Context) -> Iterable[str]:
-    """The policies that are named so far; the command's own default without any."""
-    found = [word for word in ctx.args if not word.startswith("-")]  # an option without a value keeps them out of the params
+    """Return the policies named so far, or the command's default."""
+    found = [
+        word for word in ctx.args if not word.startswith("-")
+    ]  # click counts words after an option without a value as arguments
     for name in _NAMING:
         value = ctx.params.get(name)
         for one in (value,) if isinstance(value, str) else value or ():
@@ -87,11 +89,11 @@ def _named(ctx: click.Context) -> Iterable[str]:
 
 
 def _params(policy: str) -> Iterator[tuple[str, str]]:
-    """A policy's params with their defaults; none of one that cannot be read."""
+    """Yield a policy's params with their defaults; none if it cannot be read."""
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.ir.printer import print_expression
 
-    if ".py" in policy:  # a shell that completes runs nobody's code
+    if ".py" in policy:  # completion must not execute code
         return
     try:
         checked = analyse(find_policy(policy)).policy

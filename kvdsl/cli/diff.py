@@ -1,4 +1,4 @@
-"""`kvdsl diff`: what is different between two policies."""
+"""`kvdsl diff`: compare two policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, finish, json_option, print_json, set_option, tell
+from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, finish, json_option, print_json, report_failure, set_option
 
 if TYPE_CHECKING:
     from kvdsl.explain.difference import Difference
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 @set_option
 @json_option
 def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
-    """Say what is different between two policies: statements, what they remember of every token, bytes, and who stays.
+    """Compare two policies: statements, state per token, bytes, and kept tokens.
 
-    A and B are shipped policies or .kv files, perhaps with clauses (`h2o with when prefill`). Both count with all that they inherit;
-    names, docstrings, comments and lets make no difference. The command searches for a small text on which they keep, or attend to,
-    different tokens in the reference interpreter, and prints it as a test that one passes and the other fails.
+    A and B are shipped policies or .kv files, optionally with clauses (`h2o with when prefill`). Inherited statements count; names,
+    docstrings, comments and lets do not. The command searches for a small text on which the two keep, or attend to, different tokens
+    in the reference interpreter, and prints it as a test that one passes and the other fails.
 
     \b
     Examples:
       kvdsl diff h2o tova
       kvdsl diff roco mine.kv --set budget=64
 
-    Exit codes: 0 the same meaning, 1 they differ, 2 a policy cannot be read, or has errors.
+    Exit codes: 0 equivalent, 1 different, 2 a policy cannot be read, or has errors.
     """
     from kvdsl.compiler import find_policy
     from kvdsl.diagnostics import DiagnosticError
@@ -48,8 +48,8 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     paths = find_policy(a), find_policy(b)
     try:
         first, second = (facts(_policy(path, settings)) for path in paths)
-    except DiagnosticError as failure:  # 1 says that two policies differ
-        tell(failure, as_json)
+    except DiagnosticError as failure:  # exit code 1 is for different policies
+        report_failure(failure, as_json)
         finish(COULD_NOT_RUN)
     found = difference(first, second)
     search = None if not found.changes or found.in_memory_only else _search(paths, settings)
@@ -99,11 +99,11 @@ def _in_words(names: tuple[str, str], found: Difference, search: Search | None) 
         )
         lines += [click.style(change.title, bold=True), *before, *after, ""]
     if search is None:
-        return [*lines, "Both keep the same tokens: they differ in how slots lie in memory alone."]
+        return [*lines, "Both keep the same tokens: only their memory layout differs."]
     if search.why_not:
         return [*lines, f"No text was tried: {search.why_not}."]
     if search.witness is None:
-        return [*lines, f"Of {search.tried} small texts both kept the same tokens; that proves nothing."]
+        return [*lines, f"Of {search.tried} small texts both kept the same tokens; that is no proof of equivalence."]
     which = passing(search.witness)
     return [*lines, f"A test that {names[which]} passes and {names[1 - which]} fails:", "", as_test(search.witness, names)]
 

@@ -1,6 +1,6 @@
-"""`kvdsl doctor`: what works here, and why the rest does not.
+"""`kvdsl doctor`: what works on this machine, and what does not.
 
-Imports only the standard library until it has something to probe, and guards every probe: it is there for broken installations.
+Imports only the standard library before the probes, and guards every probe, because it runs on broken installations.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvdsl.environment import cores, processor, version
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one probe.
 
     Attributes:
         ok: None for plain facts.
-        needed: whether there is no working without it, so that the command fails.
+        needed: whether kvdsl cannot work without it, so that the command fails.
     """
 
     group: str
@@ -43,11 +43,11 @@ Probe = Callable[[], Iterator[Finding]]
 @click.command()
 @json_option
 def command(as_json: bool) -> None:
-    """Say what works on this machine, and why the rest does not.
+    """Show what works on this machine, and what does not.
 
-    Looks at the versions of what kvdsl needs, the C++ compiler, the cache folders and the backends; builds what a first use would
-    build, and compares what the backends make of a small model. The exit code is 1 if something fails or if something is
-    missing that kvdsl needs. Without a C++ compiler it is slower, but works.
+    Checks the versions of required packages, the C++ compiler, the cache folders and the backends; builds the kernels of a first use,
+    and compares the backends on a small model. The exit code is 1 if a check fails or a requirement is missing. Without a C++ compiler
+    kvdsl is slower, but works.
 
     \b
     Examples:
@@ -143,7 +143,7 @@ def _vllm() -> str:
     found = installed()
     if found is None:
         return "not installed (only `kvdsl serve` needs it)"
-    return found if tested(found) else f"{found}, in which kvdsl was not tested; in {', '.join(RELEASES)} it was"
+    return found if tested(found) else f"{found}, which kvdsl was not tested with; tested are {', '.join(RELEASES)}"
 
 
 def _files() -> Iterator[Finding]:
@@ -176,7 +176,7 @@ def _caches() -> Iterator[Finding]:
 
     folder = cache_folder()
     problem = _unwritable(folder)
-    hint = "set KVDSL_CACHE_DIR to a folder that can be written to" if problem else None
+    hint = "set KVDSL_CACHE_DIR to a writable folder" if problem else None
     yield Finding("caches", "kvdsl", problem is None, f"{folder}{f' ({problem})' if problem else ''}", hint)
     home = Path.home()
     others = {
@@ -188,7 +188,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Try to write there; return why it fails."""
+    """Try to write there; return the error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -212,19 +212,19 @@ def _compiler() -> Iterator[Finding]:
     try:
         command = compiler()
     except KvdslError as error:
-        hint = "without one the torch backend serves, which is slower"
+        hint = "without one the slower torch backend runs"
         yield Finding("C++", "compiler", False, str(error), hint, needed=False)
         return
     yield Finding("C++", "compiler", True, f"{compiler_version(*command)} ({' '.join(command)})")
     if problem := _build_problem():
-        hint = "the compiler needs C++17, -march=native and OpenMP; CXX names another one"
+        hint = "the compiler must support C++17, -march=native and OpenMP; CXX selects another one"
         yield Finding("C++", "builds", False, problem, hint)
     else:
         yield Finding("C++", "builds", True, "a test library with OpenMP, and runs it")
 
 
 def _build_problem() -> str | None:
-    """Return why a library cannot be built and run here, as a policy's is; None if it can."""
+    """Return why a policy's library cannot be built and run here; None if it can."""
     import ctypes
 
     from kvdsl.build.cxx import build_library
@@ -238,7 +238,7 @@ def _build_problem() -> str | None:
             threads = ctypes.CDLL(str(library)).kvdsl_probe()
         except (KvdslError, OSError, AttributeError) as error:
             return str(error)
-    return None if threads > 0 else "OpenMP says that there is no thread"
+    return None if threads > 0 else "OpenMP reports no threads"
 
 
 def _backends() -> Iterator[Finding]:
@@ -259,13 +259,13 @@ def _backends() -> Iterator[Finding]:
     else:
         problem = _decode_problem()
         yield Finding(
-            "backends", "cpu", problem is None, problem or "C++ kernels, fused and threaded: a test decodes as torch does"
+            "backends", "cpu", problem is None, problem or "C++ kernels, fused and threaded: a test decodes like torch"
         )
     yield _triton(torch.cuda.is_available())
 
 
 def _decode_problem() -> str | None:
-    """What keeps a policy's C++ kernels, built as for any user, from giving a small random model the logits of the torch backend."""
+    """Return why a policy's C++ kernels do not give a small random model the torch backend's logits; None if they do."""
     import torch
     import transformers
 
@@ -297,7 +297,7 @@ def _triton(gpu: bool) -> Finding:
     except ImportError as error:
         hint = "pip install triton"
         return Finding("backends", "triton", False, f"Triton cannot be imported: {error}", hint, needed=gpu)
-    where = "serves here" if gpu else "compiles for GPUs (`kvdsl build`); there is none here"
+    where = "runs here" if gpu else "compiles for GPUs (`kvdsl build`), but there is none here"
     return Finding("backends", "triton", True, f"Triton {triton.__version__} {where}")
 
 
@@ -313,4 +313,4 @@ def _transformers() -> Iterator[Finding]:
 
 
 PROBES: tuple[Probe, ...] = (_machine, _packages, _files, _reference_model, _caches, _compiler, _backends, _transformers)
-"""In the order in which they are shown."""
+"""The probes, in the order of the output."""

@@ -1,4 +1,4 @@
-"""`kvdsl explain`: what a policy does, or what a diagnostic's code means, in words."""
+"""`kvdsl explain`: describe a policy, or the code of a diagnostic."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _WIDTH = 100
 @click.option("--dtype", type=click.Choice(sorted(DTYPES)), default="bfloat16", show_default=True,
               help="The model's dtype, for the bytes.")  # fmt: skip
 @click.option("--format", "style", type=click.Choice(["text", "json", "html"]), default="text", show_default=True,
-              help="For people, for programs, or as a page for a browser.")  # fmt: skip
+              help="Text, JSON, or an HTML page.")  # fmt: skip
 @click.option("--json", "style", flag_value="json", hidden=True)
 def command(what: str, settings: dict[str, str], memory: dict[str, str], head_dim: int, dtype: str, style: str) -> None:
-    """Say in words what a policy does, or what an error code means.
+    """Describe a policy, or the code of a diagnostic.
 
-    Of a policy: what it keeps and evicts, what it attends to and when, which state it stores per token and why, what that costs,
-    and where it runs. Of a code: what it means, and an example that fails with it.
+    For a policy: what it keeps and evicts, what it attends to and when, its state per token with the reasons and costs, and its
+    backends. For a code: its meaning, and a failing example.
 
     \b
     Examples:
@@ -86,7 +86,7 @@ def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
 
 
 def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
-    """Lines of so many characters at most, with bold heads and some colour."""
+    """Yield lines of at most `width` characters, with bold titles and some colour."""
     from kvdsl.diagnostics import printable
     from kvdsl.emit.without import eviction_by_torch, sentence
     from kvdsl.explain.words import rows
@@ -121,7 +121,7 @@ def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
 
 
 def _served(line: str) -> str:
-    """A backend's line, its yes or no in colour."""
+    """Print a backend's line, with its yes or no in colour."""
     name, answer, why = re.split(r"(?<= )(yes|no)\b", line, maxsplit=1)
     return name + click.style(answer, fg="green" if answer == "yes" else "yellow") + why
 

@@ -1,4 +1,4 @@
-"""`kvdsl fmt`: the canonical layout."""
+"""`kvdsl fmt`: format policies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Formatted:
-    """A file: what is in it, and what should be; None if it has syntax errors, which `diagnostics` tell."""
+    """A file before and after formatting; None after syntax errors, which are in `diagnostics`."""
 
     name: str
     before: str
@@ -30,25 +30,28 @@ class Formatted:
 
     @property
     def changed(self) -> bool:
-        """Whether it is not in the canonical layout."""
+        """Whether formatting changes the file."""
         return self.after is not None and self.after != self.before
 
 
 @click.command()
 @click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.files)
-@click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
 @click.option(
-    "--upgrade", is_flag=True, help="Rewrite files of an older edition in the newest one, too, where that means the same."
+    "--check", is_flag=True, help="Write nothing; list the files that would change, and exit with 1 if there are any."
+)
+@click.option(
+    "--upgrade",
+    is_flag=True,
+    help="Also rewrite files of an older edition in the newest one, if the meaning stays the same.",
 )
 @json_option
-@click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
+@click.option("--diff", is_flag=True, help="Write nothing; show the changes, and exit with 1 if there are any.")
 def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool, as_json: bool) -> None:
-    """Lay out policies in the canonical way.
+    """Format policies.
 
-    FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without any, all .kv
-    files below the current folder are formatted. Comments, strings and numbers stay as they are written; a file with syntax
-    errors is left alone. With --upgrade a file that needs a rewrite by hand is left alone, too, and the report says what to change;
-    rewritten files keep the same tokens.
+    FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without FILE, all .kv
+    files below the current folder are formatted. Comments, strings and numbers stay as written; files with syntax errors are
+    skipped. With --upgrade, files that need manual changes are skipped, too, and reported; rewritten files keep the same tokens.
 
     \b
     Examples:
@@ -56,10 +59,10 @@ def command(files: tuple[str, ...], check: bool, upgrade: bool, diff: bool, as_j
       kvdsl fmt --diff mine.kv       what would change?
       kvdsl fmt --check policies     for CI: is everything formatted?
       kvdsl fmt - < mine.kv
-      kvdsl fmt --upgrade --diff .   what would be `kv 2`?
+      kvdsl fmt --upgrade --diff .   what would change in `kv 2`?
     """
     if "-" in files and len(files) > 1:
-        raise click.UsageError("`-` stands alone")
+        raise click.UsageError("`-` cannot be combined with other files")
     names = kv_files(files, tests=True)
     if not names:
         raise KvdslError("there is no .kv file to format")
@@ -110,7 +113,7 @@ def _as_data(one: Formatted) -> dict[str, Any]:
 
 
 def _write(one: Formatted, *, quietly: bool = False) -> None:
-    """The new text in place of the old; at no time is there half of it."""
+    """Replace the file's text atomically."""
     if one.name == "-":
         click.echo(one.after or "", nl=False)
         return

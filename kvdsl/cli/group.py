@@ -1,4 +1,4 @@
-"""The group of all commands. A command's file is imported when the command is used, and other packages when they may have it."""
+"""The group of all commands. A command's module is imported when it is used, and other packages as late as possible."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from kvdsl.files import of_a_command
 
 GROUPS = {
     "Write": {
-        "new": "Write a policy to begin with, and a test of it.",
-        "check": "Check policies and say what is wrong, where, and how to mend it.",
-        "test": "Run tests that are written in the language.",
-        "fmt": "Lay out policies in the canonical way.",
-        "explain": "Say in words what a policy does, or what an error code means.",
-        "diff": "Say what is different between two policies.",
-        "list": "List the policies that come with kvdsl.",
-        "show": "Print a policy's source, and say where it lies.",
+        "new": "Create a policy to start from, with a test.",
+        "check": "Check policies, and show errors with their place and fix.",
+        "test": "Run tests written in the language.",
+        "fmt": "Format policies.",
+        "explain": "Describe a policy, or the code of a diagnostic.",
+        "diff": "Compare two policies.",
+        "list": "List the shipped policies.",
+        "show": "Print a policy's source, and its path.",
     },
     "Run": {
         "run": "Generate text under a policy, next to the full cache.",
-        "compile": "Turn policies into Python packages.",
+        "compile": "Compile policies to Python packages.",
         "models": "Get language models by name, for --model NAME.",
     },
     "Measure": {},
     "Serve": {
-        "serve": "Serve a model by vLLM, with a cache that a policy bounds.",
-        "build": "Compile kernels ahead of time, and say what they take of a GPU.",
+        "serve": "Serve a model with vLLM under a policy.",
+        "build": "Compile kernels ahead of time, and report their use of a GPU.",
     },
     "Tools": {
-        "doctor": "Say what works on this machine, and why the rest does not.",
+        "doctor": "Show what works on this machine, and what does not.",
         "lsp": "Serve editors: errors while you type, hovers, completion, renaming.",
     },
 }
-"""Heading -> name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`. What measures is the laboratory's."""
+"""Heading -> name -> summary. `kvdsl/cli/NAME.py` holds the click command, called `command`. The laboratory adds measurements."""
 
 COMMANDS = {name: line for own in GROUPS.values() for name, line in own.items()}
-"""Name -> one line of help: kvdsl's own commands."""
+"""Name -> summary of kvdsl's own commands."""
 
 Place = tuple[str, str]
-"""The package that holds a command's module, and the command's line of help."""
+"""The package with a command's module, and the command's summary."""
 
 
 @cache
 def commands() -> dict[str, Place]:
-    """All commands by name: kvdsl's own, and those of packages that are installed beside it.
+    """Return all commands by name: kvdsl's own, and those of other installed packages.
 
     A package adds commands by an entry point of the group `kvdsl.commands` that names a dict such as `COMMANDS`.
     """
@@ -69,7 +69,7 @@ def commands() -> dict[str, Place]:
 
 
 def grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Commands by heading, both in the order in which they are useful. Those of packages that nobody here knows come last."""
+    """Return commands by heading, both in order of use; commands of unknown packages come last."""
     found = {heading: list(own) for heading, own in GROUPS.items()} | {"Added": []}
     for name in names:
         if name not in COMMANDS:
@@ -78,7 +78,7 @@ def grouped(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _added() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Packages that are there, with the commands that they add. The laboratory counts where it can be imported, installed or not."""
+    """Yield packages with their commands. The laboratory counts if it can be imported, installed or not."""
     from importlib import metadata, util
 
     points = {point.module: point.attr for point in metadata.entry_points(group="kvdsl.commands")}
@@ -88,15 +88,15 @@ def _added() -> Iterator[tuple[str, Mapping[str, str]]]:
             continue
         try:
             yield package, getattr(importlib.import_module(package), name)
-        except Exception as failure:  # a broken package must not take the other commands away
+        except Exception as failure:  # a broken package must not disable the other commands
             error(f"the commands of {package} cannot be imported: {type(failure).__name__}: {failure}")
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and summaries without importing them."""
+    """A group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order in which they are useful."""
+        """Return the names in order of use."""
         return list(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -108,19 +108,19 @@ class LazyGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The commands that begin so, without importing any; and the group's own options."""
+        """Complete commands without importing any, and the group's own options."""
         found = [CompletionItem(name, help=line) for name, (_, line) in commands().items() if name.startswith(incomplete)]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with a help for names that are no commands."""
+        """Resolve like click, with a help for unknown names."""
         strange = args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in commands()
-        if strange and not ctx.resilient_parsing:  # a shell that completes shows errors in the prompt
+        if strange and not ctx.resilient_parsing:  # during completion errors would appear in the prompt
             raise click.UsageError(_unknown(args[0]), ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in `--help`, without importing anything."""
+        """Write the list of `--help` without importing any command."""
         known = commands()
         width = max(map(len, known))
         for heading, names in grouped(known).items():
@@ -146,7 +146,7 @@ def _unknown(name: str) -> str:
 @click.command(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 all is well, 1 something was found, 2 could not run, 130 interrupted by Ctrl-C. "
+    epilog="Exit codes: 0 success, 1 findings, 2 could not run, 130 interrupted by Ctrl-C. "
     "`kvdsl COMMAND --help` has examples.",
 )
 @click.version_option(VERSION, prog_name="kvdsl")
@@ -154,16 +154,16 @@ def group(**_: Any) -> None:
     """A small language for the KV-cache policies of language models, and its compiler.
 
     \b
-    kvdsl list                  what comes with it
-    kvdsl explain roco          what a policy does, in words
+    kvdsl list                  the shipped policies
+    kvdsl explain roco          describe a policy
     kvdsl compile roco          makes generated/roco/, so that
                                 `from generated.roco import RoCoCache` works
     """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (the process's own by default) and give its exit code. Errors become one clear line."""
-    # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
+    """Run a command line, by default the process's own, and return its exit code. Errors become one clear line."""
+    # pydantic would search every installed package for plugins, a tenth of the start time.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     wait_passively()
     words = sys.argv[1:] if argv is None else list(argv)
@@ -172,13 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wants_json(words: Sequence[str]) -> bool:
-    """Whether what goes wrong is to be told as JSON: `--json`, and `explain --format json`."""
+    """Return whether errors are reported as JSON: for `--json`, and `explain --format json`."""
     return "--json" in words or "--format=json" in words or ("--format", "json") in pairwise(words)
 
 
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """What imports make stays: looking it through for garbage again and again takes a tenth of the time of a short command."""
+    """Collect garbage rarely: scanning what imports create takes a tenth of a short command's time."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, *before[1:])
     try:

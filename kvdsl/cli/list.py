@@ -1,4 +1,4 @@
-"""`kvdsl list`: the policies that come with kvdsl."""
+"""`kvdsl list`: list the shipped policies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import click
 from kvdsl.cli.common import json_option, params_as_data, print_json, terminal_width
 
 WIDTH, LEAST, MOST = 110, 24, 20
-"""Characters of a line, at most; of the column with the policy's description, at least; of each other column except the name, at most."""
+"""The largest width of a line; the smallest of the description's column; the largest of other columns except the name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One policy. `name` is the published spelling; `paper` is None for policies that no paper describes.
+    """One policy. `name` is the published spelling; `paper` is None for policies without a paper.
 
-    `gallery` and `found` say on which shelf it lies; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` which
-    of its presses do the same; `checked` how that was checked; `code` how far the authors' code agrees. They are null or empty where the
-    policy says nothing of it.
+    `gallery` and `found` are its shelf; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` the equivalent
+    presses; `checked` how that was checked; `code` how it compares with the authors' code. They are null or empty if the policy does not
+    state them.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def stem(self) -> str:
-        """What commands call it."""
+        """Its name in commands."""
         return Path(self.file).stem
 
 
@@ -54,13 +54,13 @@ class Entry:
     "--all",
     "everything",
     is_flag=True,
-    help="The gallery, too: what else was published, exactly or approximately; and what `kvdsl search` found.",
+    help="Include the gallery of further published methods, exact or approximate, and policies found by `kvdsl search`.",
 )
 @json_option
 def command(everything: bool, as_json: bool) -> None:
-    """List the policies that come with kvdsl.
+    """List the shipped policies.
 
-    The name in the first column is what other commands take, for example `kvdsl explain h2o`.
+    Other commands take the name in the first column, for example `kvdsl explain h2o`.
     """
     from kvdsl.diagnostics import wants_color
     from kvdsl.shipped import all_policies, shipped_policies
@@ -83,10 +83,10 @@ def _params(entry: Entry) -> str:
 
 
 def _table(columns: dict[str, list[str]], wide: str) -> Iterator[str]:
-    """Columns with heads, as wide as the terminal; what fits into no line of a column goes on in the next.
+    """Yield a table with headings, as wide as the terminal; cells wrap.
 
     Args:
-        wide: the column that gets what the others leave; these are as wide as their longest word, up to `MOST`.
+        wide: the column that gets the remaining width; the others are as wide as their longest word, up to `MOST`.
     """
     longest = {head: max(len(word) for text in (head, *own) for word in text.split()) for head, own in columns.items()}
     widths = {head: longest[head] if head == "name" else min(longest[head], MOST) for head in columns}
@@ -118,12 +118,12 @@ def _entry(path: Path) -> Entry:
 
 
 def paragraphs(doc: str) -> list[str]:
-    """The docstring's paragraphs, each as one line, without what it says of its source; at least one."""
+    """Return the docstring's paragraphs, each as one line, without its sources; at least one."""
     from kvdsl.provenance import prose
 
     return [" ".join(text.split()) for text in re.split(r"\n\s*\n", prose(doc)) if text.strip()] or ["(no docstring)"]
 
 
 def _cites(paragraph: str) -> bool:
-    """Whether a paragraph names a work: titles stand in double quotes."""
+    """Return whether a paragraph cites a work: titles are in double quotes."""
     return paragraph.count('"') >= 2

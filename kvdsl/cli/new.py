@@ -1,4 +1,4 @@
-"""`kvdsl new`: a policy to begin with, and a test of it."""
+"""`kvdsl new`: create a policy to start from, with a test."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ test "of the tokens between the first and the recent ones the least attended lea
 """
 
 NEXT = (
-    ("kvdsl test {}", "the test passes; after a change, what is different"),
-    ("kvdsl explain {}", "what it keeps, what it remembers, what that costs"),
-    ("kvdsl run {} --compare", "a text under it, next to the full cache's"),
-    ("kvdsl compile {}", "a Python package that models take"),
+    ("kvdsl test {}", "the test passes; after a change it shows differences"),
+    ("kvdsl explain {}", "what it keeps, its state and its costs"),
+    ("kvdsl run {} --compare", "generate under it, next to the full cache"),
+    ("kvdsl compile {}", "a Python package for models"),
 )
-"""What to do with the policy: commands, in which `{}` is the file, and what each is for."""
+"""Next commands with their purpose; `{}` stands for the file."""
 
 
 @click.command()
 @click.argument("name")
 @json_option
 def command(name: str, as_json: bool) -> None:
-    """Write a policy to begin with, and a test of it that passes.
+    """Create a policy to start from, with a test that passes.
 
-    NAME is a file's name, with or without `.kv`, perhaps in a folder: `my_policy` makes `my_policy.kv` with `policy MyPolicy` in it,
-    and `my_policy_test.kv`. Files that are there already are left alone. `kvdsl show` prints a shipped policy to begin with instead.
+    NAME is a file's name, with or without `.kv`, optionally in a folder: `my_policy` creates `my_policy.kv` with `policy MyPolicy`, and
+    `my_policy_test.kv`. Existing files are never changed. To start from a shipped policy, use `kvdsl show`.
 
     \b
     Examples:
@@ -80,13 +80,13 @@ def command(name: str, as_json: bool) -> None:
     policy = "".join(part[:1].upper() + part[1:] for part in path.stem.split("_"))
     wrong = stem_problem(path.stem) or problem(policy, "policy")
     if path.stem.endswith("_test"):
-        wrong = f"`{path.name}` would be taken for a file of tests"
+        wrong = f"`{path.name}` would be the name of a file of tests"
     if wrong is not None:
         raise KvdslError(f"{wrong}: choose another name, for example `kvdsl new my_policy`")
     texts = {path: POLICY, path.with_name(f"{path.stem}_test.kv"): TEST}
     for file in texts:
         if file.exists():
-            raise KvdslError(f"there is a `{file}` already: choose another name, or remove the file")
+            raise KvdslError(f"`{file}` already exists: choose another name, or remove the file")
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         write_whole(file, text.format(name=policy, stem=path.stem))
@@ -96,5 +96,5 @@ def command(name: str, as_json: bool) -> None:
         print_json({"policy": policy, "files": [str(file) for file in texts]})
         return
     width = max(len(command) for command, _ in NEXT) + len(str(path)) - len("{}")
-    told = [f"{command.format(path):<{width}}  # {what}" for command, what in NEXT]
-    click.echo("\nnext: " + "\n      ".join(told))
+    lines = [f"{command.format(path):<{width}}  # {what}" for command, what in NEXT]
+    click.echo("\nnext: " + "\n      ".join(lines))

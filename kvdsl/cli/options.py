@@ -1,4 +1,4 @@
-"""Options of the commands that run models and kernels. Commands report wrong options before they load torch, which takes seconds."""
+"""Options of commands that run models and kernels. Wrong options are reported before torch loads, which takes seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvdsl.memory import KV_DTYPES, OPTIONS, ROPES, slots_of_a_block
 from kvdsl.models import place_of
 from kvdsl.precheck import checked_policy
 
-"""What runs where no policy is named."""
+"""The default policy."""
 
 
 def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
-    """`POLICY` as an argument or as `--policy`, given to the command as `policy: str`; it has been checked, with what is set."""
+    """Add `POLICY` as an argument and as `--policy`, passed to the command as `policy: str` after a check with its settings."""
 
     def decorate(command: Any) -> Any:
         @click.argument("named", metavar="[POLICY]", required=False, shell_complete=completion.policies)
@@ -43,7 +43,7 @@ def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
 
 
 def policies_option(default: str, *names: str, help: str = "Shipped policies, or .kv files.") -> Callable[[Any], Any]:
-    """`--policies A,B`, given to the command as `policies: str`."""
+    """Add `--policies A,B`, passed to the command as `policies: str`."""
     return click.option(
         "--policies",
         *names,
@@ -56,7 +56,7 @@ def policies_option(default: str, *names: str, help: str = "Shipped policies, or
 
 
 def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """The value, once it says something."""
+    """Check the value of `--storage`."""
     if value is not None:
         try:
             slots_of_a_block(value)
@@ -66,14 +66,14 @@ def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> s
 
 
 def memory_options(command: Any) -> Any:
-    """The options of `kvdsl.memory`, given to the command as `memory: dict[str, str]`: those that are given, as `kvdsl.load` takes them."""
+    """Add the options of `kvdsl.memory`, passed to the command as `memory: dict[str, str]`, as `kvdsl.load` takes them."""
 
     @click.option("--storage", metavar="LAYOUT", callback=_storage,
-                  help="How slots lie in memory: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
+                  help="Memory layout of slots: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
     @click.option("--rope", type=click.Choice(ROPES),
-                  help="Compact positions: turn keys as they are read, or keep their rotated halves [default: fused].")  # fmt: skip
+                  help="Compact positions: rotate keys when they are read, or cache their rotated halves [default: fused].")  # fmt: skip
     @click.option("--kv-dtype", type=click.Choice(KV_DTYPES),
-                  help="What keys and values are rounded to and stored in [default: model].")  # fmt: skip
+                  help="Storage type of keys and values [default: model].")  # fmt: skip
     @wraps(command)
     def with_memory(**given: Any) -> Any:
         memory = {name: value for name in OPTIONS if (value := given.pop(name)) is not None}
@@ -83,7 +83,7 @@ def memory_options(command: Any) -> Any:
 
 
 def cache_options(command: Any) -> Any:
-    """What a cache is made with: `--set` and the options of `kvdsl.memory`, given as `settings: dict[str, str]`, all in one."""
+    """Add `--set` and the options of `kvdsl.memory`, passed together as `settings: dict[str, str]`."""
 
     @set_option
     @memory_options
@@ -95,11 +95,11 @@ def cache_options(command: Any) -> Any:
 
 
 BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
-"""What `--backend` takes."""
+"""The values of `--backend`."""
 
 
 def model_option(command: Any) -> Any:
-    """`--model`, given to the command as `model: str | None`; its name is one that can be loaded."""
+    """Add `--model`, passed to the command as `model: str | None` after a check that it can be loaded."""
 
     @click.option(
         "--model", metavar="MODEL",
@@ -118,13 +118,13 @@ def model_option(command: Any) -> Any:
 
 
 def refuse_missing(package: str) -> None:
-    """Raise ModuleNotFoundError where a package that the command is going to import is not installed."""
+    """Raise ModuleNotFoundError if a package that the command will import is not installed."""
     if util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def texts(*names: str) -> Callable[[Any], Any]:
-    """Return a decorator for commands whose options of these names are text files, checked before use."""
+    """Return a decorator that checks options with text files before the command runs."""
 
     def decorate(command: Any) -> Any:
         @wraps(command)
@@ -143,12 +143,12 @@ dtype_option = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"
 
 
 def refuse_triton(backend: str) -> None:
-    """Without a GPU, say that there is nothing for the triton backend to serve, before anything is loaded."""
+    """Refuse the triton backend without a GPU, before anything is loaded."""
     if backend != "triton":
         return
     import torch
 
     if not torch.cuda.is_available():
         raise click.BadParameter(
-            "triton serves GPUs, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend"
+            "triton needs a GPU, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend"
         )

@@ -1,4 +1,4 @@
-"""A progress bar on terminals; anywhere else a line after ten seconds, and then one a minute."""
+"""A progress bar on terminals; elsewhere a line after ten seconds, and then one a minute."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 FIRST, EVERY = 10.0, 60.0
-"""Seconds after which a command that writes to no terminal says what it is at, and from then on."""
+"""Seconds after which a command without a terminal reports progress."""
 
 
 @contextmanager
 def _lines(say: Callable[[], str]) -> Iterator[None]:
-    """While this lasts, say now and then what is going on."""
+    """Report progress from time to time during the block."""
     ended, began = threading.Event(), time.monotonic()
 
     def run() -> None:
@@ -34,7 +34,7 @@ def _lines(say: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error for `total` steps; the caller is given what to call after each."""
+    """Show a bar on standard error for `total` steps; yield a function to call after each."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -62,7 +62,7 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a status line for work of unknown length: the caller passes what is going on, or nothing to remove the line."""
+    """Show a status line for work of unknown length; yield a function that sets its text, or removes it for an empty one."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -70,19 +70,19 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         at = [text]
 
-        def tell(told: str) -> None:
-            at[0] = f"{text}: {told}" if told else text
+        def update(text_now: str) -> None:
+            at[0] = f"{text}: {text_now}" if text_now else text
 
         with _lines(lambda: at[0]):
-            yield tell
+            yield update
         return
     with console.status(text) as line:
-        yield lambda told: line.update(f"{text}: {escape(told)}") if told else line.stop()
+        yield lambda text_now: line.update(f"{text}: {escape(text_now)}") if text_now else line.stop()
 
 
 @contextmanager
 def stages(text: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar for `total` parts that take long: the caller names each before it begins."""
+    """Show a bar for `total` long parts; yield a function to call with each part's name before it starts."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

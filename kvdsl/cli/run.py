@@ -1,4 +1,4 @@
-"""`kvdsl run`: text under a policy, next to the full cache."""
+"""`kvdsl run`: generate text under a policy, next to the full cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def prompt_options(command: Any) -> Any:
-    """`--prompt` and `--prompt-file`, what `prompt_ids` takes: at most one of them, and something to go on from."""
+    """Add `--prompt` and `--prompt-file` for `prompt_ids`: at most one of them, and not empty."""
 
-    @click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab].")
+    @click.option("--prompt", help="The text to continue [default: a page of the book of kvdsl-lab].")
     @click.option(
         "--prompt-file",
         type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
-        help="A file with that text; - is standard input.",
+        help="A file with the text; - is standard input.",
     )
     @texts("prompt_file")
     @wraps(command)
@@ -33,7 +33,7 @@ def prompt_options(command: Any) -> Any:
         if prompt is not None and prompt_file is not None:
             raise click.UsageError("give --prompt or --prompt-file, not both")
         if prompt is not None and not prompt.strip():
-            raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+            raise click.BadParameter("the text is empty", param_hint="--prompt")
         if prompt is not None and any(
             "\ud800" <= letter <= "\udfff" for letter in prompt
         ):  # bytes that Python could not decode
@@ -46,7 +46,7 @@ def prompt_options(command: Any) -> Any:
 
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
-    """The tokens of the given text, with what the tokenizer puts around it."""
+    """Return the tokens of the text, with special tokens added by the tokenizer."""
     from kvdsl.generation.models import prompt_tokens
     from kvdsl.generation.text import page, read_text
 
@@ -60,18 +60,18 @@ def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> 
 @model_option
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="The backend of the policy.")
 @dtype_option
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of the model and the kernels [default: torch's own].")
-@click.option("--compare", is_flag=True, help="Generate with the full cache too, and say how far the texts agree.")
+@click.option("--compare", is_flag=True, help="Also generate with the full cache, and compare the texts.")
 @json_option
 def command(
     policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
     max_new_tokens: int, backend: str, dtype: str | None, threads: int | None, compare: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate text under a policy, greedily.
+    """Generate text greedily under a policy.
 
-    POLICY is a shipped policy, a .kv file, or `mine.py:calm`, a policy written in Python, whose file is run; without any it is roco.
+    POLICY is a shipped policy (by default roco), a .kv file, or `mine.py:calm` for one written in Python, whose file is executed.
 
     \b
     Examples:
@@ -81,8 +81,8 @@ def command(
     """
     refuse_triton(backend)
     written: list[str] = []
-    with status("kvdsl run") as tell:
-        tell("loading torch and the model")
+    with status("kvdsl run") as update:
+        update("loading torch and the model")
         from kvdsl.busy import use_threads
         from kvdsl.generation.generate import generate, generate_full, warm_up, warm_up_full
         from kvdsl.generation.models import check_length, load_model
@@ -97,16 +97,16 @@ def command(
         check_length(lm, len(ids) + max_new_tokens)
         full = None
         if compare:
-            tell(f"reading {len(ids)} tokens and generating {max_new_tokens} with the full cache")
+            update(f"reading {len(ids)} tokens and generating {max_new_tokens} with the full cache")
             warm_up_full(lm, tokenizer, ids)
             full = generate_full(lm, tokenizer, ids, max_new_tokens)
         cache = cache_class(lm, backend=backend)
-        tell("getting the kernels ready")
+        update("getting the kernels ready")
         warm_up(lm, tokenizer, ids, cache)
-        tell(f"reading {len(ids)} tokens and generating {max_new_tokens}")
+        update(f"reading {len(ids)} tokens and generating {max_new_tokens}")
 
         def write(text: str) -> None:
-            tell("")  # the text itself shows that something happens
+            update("")  # the text itself shows progress
             written.append(text)
             click.echo(text, nl=False)
             sys.stdout.flush()
@@ -130,7 +130,7 @@ def _figures(found: Generated) -> dict[str, Any]:
 
 
 def _show(name: str, ours: Generated, full: Generated | None, written: str) -> None:
-    """What came of it; a text that was written while it came is only finished."""
+    """Print the results; a text that was streamed is only completed."""
     from rich.console import Console
 
     from kvdsl.generation.report import FULL, comparison, summary_line

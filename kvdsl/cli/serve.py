@@ -1,4 +1,4 @@
-"""`kvdsl serve`: vLLM under a policy."""
+"""`kvdsl serve`: serve with vLLM under a policy."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from kvdsl.errors import KvdslError
 from kvdsl.files import is_standard_input
 
 _STEP = 2048
-"""Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short. Where prompts
-are shared vLLM's own choice stands: they come in parts then, and are in its blocks either way."""
+"""The least tokens per step of vLLM's server. Fewer would fit fewer prompts if texts are short. With shared prompts vLLM's own default
+applies: those arrive in parts."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
 @cache_options
-@click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: what the model was made for].")
+@click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: the model's limit].")
 @click.option(
     "--kvdsl-trace",
     "trace",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the page of `kvdsl trace` of the next request into this file; of a later one when it is removed.",
+    help="Write a page like that of `kvdsl trace` for the next request to this file; remove it to trace another request.",
 )
-@click.option("--dry-run", is_flag=True, help="Check everything, and print the command in place of running it.")
+@click.option("--dry-run", is_flag=True, help="Check everything, and print the command instead of running it.")
 @json_option
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
 def command(
     model: str, policy: str, settings: dict[str, str], max_model_len: int | None, trace: Path | None, dry_run: bool,
     as_json: bool, more: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Serve a model by vLLM's OpenAI-compatible server, with the cache of a policy.
+    """Serve a model with vLLM's OpenAI-compatible server under a policy.
 
-    MODEL is a name of `kvdsl models`, a folder, or an id on the Hugging Face hub. Whatever can be refused is refused before the server
-    starts, and kernels are built. Options that are not named here are vLLM's.
+    MODEL is a name of `kvdsl models`, a folder, or an id on the Hugging Face hub. Unsupported combinations are refused, and kernels
+    built, before the server starts. All other options are passed to vLLM.
 
     \b
     Examples:
@@ -52,10 +52,10 @@ def command(
     """
     if any(_option(word).startswith("--additional-config") for word in more):
         raise click.UsageError(
-            "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
+            "--policy and --set replace --additional-config; use `vllm serve` directly for other settings"
         )
     if is_standard_input(policy):
-        raise click.UsageError("vLLM's processes read the policy, and standard input once: give a file")
+        raise click.UsageError("several processes of vLLM read the policy: use a file instead of standard input")
     words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:
         if as_json:
@@ -75,13 +75,13 @@ def served(
     more: tuple[str, ...],
     trace: Path | None = None,
 ) -> list[str]:
-    """The command that serves, once all is there that it needs.
+    """Return the command that serves, after all checks.
 
     Args:
         trace: the file for the page of a request.
 
     Raises:
-        KvdslError: for what cannot be served, or is not installed.
+        KvdslError: for unsupported combinations, and missing packages.
     """
     from kvdsl.integrations.vllm.launch import installed
     from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_trace_file
@@ -90,7 +90,7 @@ def served(
     from kvdsl.models import place_of
 
     if settings.pop("kv_dtype", "model") != "model":
-        raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave --kv-dtype out")
+        raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave out --kv-dtype")
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
     memory = {name: settings[name] for name in ("storage", "rope") if name in settings}
     params = {name: _number(name, settings[name]) for name in sorted(settings.keys() - memory)}
@@ -122,7 +122,7 @@ def served(
 
 
 def _option(word: str) -> str:
-    """An option's name, as vLLM takes it: with dashes or underscores, and before its value."""
+    """Return an option's name in vLLM's form, which allows underscores and `NAME=VALUE`."""
     return word.partition("=")[0].replace("_", "-")
 
 
@@ -134,11 +134,11 @@ def _number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise KvdslError(f"`{name}` is set to `{text}`, which is no number") from error
+        raise KvdslError(f"`{name}` is set to `{text}`, which is not a number") from error
 
 
 def _config(place: str) -> Any:
-    """What the model says of itself."""
+    """Return the model's config."""
     from transformers import AutoConfig
 
     try:
@@ -148,15 +148,15 @@ def _config(place: str) -> Any:
 
 
 def _longest(place: str, config: Any) -> int:
-    """How many positions the model was made for."""
+    """Return the model's largest number of positions."""
     found = getattr(config, "max_position_embeddings", None)
     if found is None:
-        raise KvdslError(f"the config of {place} does not say how long a text may be: give --max-model-len")
+        raise KvdslError(f"the config of {place} does not state the longest text: set --max-model-len")
     return int(found)
 
 
 def _build(asked: Any) -> None:
-    """Have the kernels built before many processes want them; a GPU's are built when they are first run.
+    """Build the kernels before several processes need them; kernels for GPUs are built at their first run.
 
     Raises:
         KvdslError: on GPUs for a policy without kernels.

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("policy", shell_complete=completion.policies)
-@click.option("--path", "only_path", is_flag=True, help="Print where it lies, and nothing else.")
+@click.option("--path", "only_path", is_flag=True, help="Print only its path.")
 @json_option
 def command(policy: str, only_path: bool, as_json: bool) -> None:
-    """Print a policy's source, and say where it lies.
+    """Print a policy's source, and its path.
 
-    POLICY is a shipped policy, a .kv file, or `module.py:policy`, which is run and shown as .kv; or one of them with clauses, which is
-    shown as it would stand in a file. The source goes to standard output as it is, highlighted on a terminal; where it lies is said on
-    standard error.
+    POLICY is a shipped policy, a .kv file, or `module.py:policy`, which is executed and shown as .kv; with clauses, it is shown as a file
+    would contain it. The source goes to standard output, highlighted on a terminal; the path goes to standard error.
 
     \b
     Examples:
@@ -58,11 +57,11 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
 
 
 def _show_unfiled(found: SourceFile, only_path: bool, as_json: bool) -> None:
-    """A policy that no file holds."""
+    """Print a policy that is not in a file."""
     from kvdsl.compiler import file_text
 
     if only_path:
-        raise KvdslError(f"`{found.name if is_standard_input(found.name) else found.text}` lies in no file")
+        raise KvdslError(f"`{found.name if is_standard_input(found.name) else found.text}` is not in a file")
     text = found.text if is_standard_input(found.name) else file_text(found)
     if as_json:
         print_json({"name": found.stem, "path": None, "source": text})
@@ -78,7 +77,7 @@ def _print(text: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """The path from the current folder, if it lies below that."""
+    """Return the path relative to the current folder, if it is below it."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`kvdsl test`: runs tests that are written in the language."""
+"""`kvdsl test`: run tests written in the language."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRun:
-    """The tests of a file that were chosen, and how they went; no outcomes if the file has errors."""
+    """The selected tests of a file, with outcomes; none if the file has errors."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -45,11 +45,10 @@ class FileRun:
               help="Only tests whose file and title contain EXPR; words may be joined by `and`, `or` and `not`.")  # fmt: skip
 @json_option
 def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
-    """Run tests that are written in the language.
+    """Run tests written in the language.
 
-    FILE is a file of tests, a .kv file with a `_test.kv` of its name beside it, a folder, `-` for standard input, or a policy that
-    comes with kvdsl by its name. Without any, all `*_test.kv` below the current folder are run, or, if there are none, those that come
-    with kvdsl.
+    FILE is a file of tests, a .kv file with a `_test.kv` of its name next to it, a folder, `-` for standard input, or a shipped policy by
+    its name. Without FILE, all `*_test.kv` below the current folder are run, or, if there are none, those of the shipped policies.
 
     \b
     Examples:
@@ -62,7 +61,7 @@ def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
     found = [diagnostic for run in runs for diagnostic in run.diagnostics]
     code = exit_code(found)
     if not outcomes and code == CLEAN:
-        raise KvdslError("no test matches" if expression else "there are no tests in what was named")
+        raise KvdslError("no test matches" if expression else "there are no tests in these files")
     if as_json:
         print_json(_as_data(runs))
     else:
@@ -75,7 +74,7 @@ def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
 
 
 def _files(names: tuple[str, ...]) -> list[Path | SourceFile]:
-    """Return the test files that the names stand for."""
+    """Return the test files of the names."""
     if names:
         return [path for name in names for path in _named(name)]
     return [*(list(_named(".")) or sorted(set(_shipped().values())))]
@@ -103,13 +102,13 @@ def _named(name: str) -> Iterator[Path | SourceFile]:
 
 def _no_tests(name: str, stem: str) -> str:
     return (
-        f'`{name}` has no tests: write them in `{stem}_test.kv` beside it, which begins with `import "{stem}.kv"`; `kvdsl new` writes a '
-        "policy with a test to begin with"
+        f'`{name}` has no tests: write them in `{stem}_test.kv` next to it, which begins with `import "{stem}.kv"`; `kvdsl new` creates a '
+        "policy with a test to start from"
     )
 
 
 def _shipped() -> dict[str, Path]:
-    """The tests that come with kvdsl, by the stems of their policies and by their own."""
+    """Return the tests of shipped policies, by the policies' stems and by their own."""
     from kvdsl.files import resource
 
     paths = list(resource("policies").rglob("*_test.kv"))
@@ -129,7 +128,7 @@ def _run(path: Path | SourceFile, expression: str) -> FileRun:
 
 
 def _shown(path: Path) -> str:
-    """The path as short as it can be."""
+    """Return the shortest form of a path."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except (OSError, ValueError):
@@ -137,7 +136,7 @@ def _shown(path: Path) -> str:
 
 
 def _matches(expression: str, text: str) -> bool:
-    """Whether a text contains the words of an expression; `or` binds less than `and`, and that less than `not`."""
+    """Return whether a text matches an expression of words; `not` binds tighter than `and`, and that tighter than `or`."""
     text = text.casefold()
 
     def holds(word: str) -> bool:
@@ -151,7 +150,7 @@ def _matches(expression: str, text: str) -> bool:
 
 
 def _show(runs: list[FileRun]) -> None:
-    """A line for each file, what failed, and how many."""
+    """Print a line per file, the failures, and the counts."""
     from kvdsl.diagnostics import wants_color
 
     color = wants_color(sys.stdout)

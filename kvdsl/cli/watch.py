@@ -1,4 +1,4 @@
-"""Doing something again whenever a file has changed: `--watch`."""
+"""Repeat an action after files have changed: `--watch`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 SECONDS = 0.2
-"""Between two looks at the files. They are looked at, rather than waited for: that works on every system and network share."""
+"""Seconds between checks of the files. Polling works on every system and network share."""
 
 Stamps = dict[Path, tuple[int, int] | None]
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def watch(read: Callable[[], T], show: Callable[[T], object], files: Callable[[]
 
 
 def _read(read: Callable[[], T], files: Callable[[], Iterable[Path]]) -> tuple[Stamps, T]:
-    """What was read, and how all of its files were just before: one that is only found while reading has everything read again."""
+    """Return the result of a read with its files' stamps from before; a file first found while reading triggers another read."""
     while True:
         before = _stamps(files())
         result = read()
@@ -44,7 +44,7 @@ def _stamps(files: Iterable[Path]) -> Stamps:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """When it was written, and how long it is; None if it cannot be looked at."""
+    """Return a file's modification time and size; None if it is inaccessible."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The Jinja environment: strict, and with the only ways in which text of a .kv file may reach generated code."""
+"""The Jinja environment: strict, with filters as the only way for text of a .kv file into generated code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvdsl.files import resource
 
 
 class _Compiled(jinja2.BytecodeCache):
-    """What Jinja makes of a template takes longer than a policy takes to compile: it is kept in the cache folder where there is one."""
+    """Caches compiled templates on disk, because compiling them takes longer than compiling a policy."""
 
     def load_bytecode(self, bucket: Bucket) -> None:
         place = self._place(bucket)
@@ -32,18 +32,18 @@ class _Compiled(jinja2.BytecodeCache):
         def make(folder: Path) -> None:
             (folder / "code").write_bytes(bucket.bytecode_to_string())
 
-        with contextlib.suppress(KvdslError, OSError):  # there is no writing, or no getting at it now
+        with contextlib.suppress(KvdslError, OSError):  # the cache folder is read-only or locked
             entry(self._place(bucket), "a template", make, patience=1)
 
     def _place(self, bucket: Bucket) -> Path:
-        """An entry for all that the code depends on: this file has the filters, which Jinja applies to constants, and the options."""
+        """Return the cache entry. Its key covers the code's inputs, including this file, whose filters Jinja applies to constants."""
         parts = (bucket.key, bucket.checksum, Path(__file__).read_text(encoding="utf-8"), jinja2.__version__, sys.version)
         return cache_folder() / "templates" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
-    """Undefined names are errors; nothing is escaped but by the filters here. Made once, as it keeps what it has compiled."""
+    """Return the environment. Undefined names are errors; only the filters here escape. Cached, because it keeps compiled templates."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(str(resource("templates"))),
         undefined=jinja2.StrictUndefined,
@@ -61,26 +61,26 @@ def environment() -> jinja2.Environment:
 
 
 def docstring(text: str) -> str:
-    """Text inside a triple-quoted Python string: it can neither end the string nor escape out of it."""
+    """Escape text for a triple-quoted Python string, so that it can neither end the string nor form escapes."""
     return re.sub(r'"(?="|$)', r'\\"', _plain(text).replace("\\", "\\\\"))
 
 
 def string(text: str) -> str:
-    """A Python (and C++) string literal; ASCII only."""
+    """Return a Python (and C++) string literal in ASCII."""
     return json.dumps(_plain(text))
 
 
 def literal_tuple(names: Iterable[str]) -> str:
-    """A Python tuple of strings."""
+    """Return a Python tuple of strings."""
     items = [string(name) for name in names]
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
 def comment(text: str) -> str:
-    """Text inside a C++ comment, one line: it can neither end the comment nor continue it (a backslash at the end would)."""
+    """Escape text for a one-line C++ comment, so that it can neither end nor continue it (with a trailing backslash)."""
     return _plain(text).replace("*/", "* /").replace("/*", "/ *").replace("??", "? ?").rstrip("\\ ")
 
 
 def _plain(text: str) -> str:
-    """One line of printable text: whatever else there is (newlines, control and invisible characters) becomes a space."""
+    """Return printable text on one line; newlines, control and invisible characters become spaces."""
     return "".join(char if char.isprintable() else " " for char in text)

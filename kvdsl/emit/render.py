@@ -1,4 +1,4 @@
-"""Plan → {path: text}: the files of a generated package."""
+"""Render a plan as {path: text}, the files of a generated package."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MANIFEST = "manifest.json"
 
 
 def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA, origin: str | None = None) -> dict[str, str]:
-    """The files of a policy's package that are text, by name.
+    """Return the text files of a policy's package by name.
 
     Args:
-        source: the text of the .kv file, whose digest the banner and the manifest carry.
-        origin: where that comes from, for the manifest; the file's name alone by default.
-        data: the other files, by name; the digests of these stand in the manifest, too.
+        source: the text of the .kv file; the banner and the manifest have its digest.
+        origin: the source's location for the manifest; by default the file's name.
+        data: the other files by name; the manifest has their digests.
     """
     env = environment()
     context = {field.name: getattr(plan, field.name) for field in fields(plan)}
@@ -54,7 +54,7 @@ def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA, 
 
 
 def _check(text: str, name: str) -> None:
-    """Raise SyntaxError if this is no Python."""
+    """Raise SyntaxError if the text is not Python."""
     compile(text, name, "exec", dont_inherit=True)
 
 
@@ -84,13 +84,13 @@ def _digest(content: str | bytes) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Templates leave blank lines where a block printed nothing."""
+    """Remove the blank lines of template blocks that printed nothing."""
     text = re.sub(r"[ \t]+\n", "\n", text)
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 
 
 def write(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
-    """Write what differs from what is there, and say which files that were."""
+    """Write the files that differ from those in the folder; return their names."""
     changed = differing(files, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in changed:
@@ -99,17 +99,17 @@ def write(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
 
 
 def differing(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
-    """The files that the folder does not have as they are here."""
+    """Return the files that differ from those in the folder."""
     return [name for name, content in files.items() if not _has(folder / name, content)]
 
 
 def stale(files: Iterable[str], folder: Path) -> list[str]:
-    """What lies in the folder of a package that has it no more: kernels would go on being used."""
+    """Return files of the folder that the package no longer has; stale kernels would still be used."""
     return [name for name in (_CPP, _TRITON, TENSORS) if name not in files and (folder / name).exists()]
 
 
 def origin_of(folder: Path) -> str | None:
-    """Where the package in a folder comes from, as its manifest says; None where no manifest of kvdsl's is there."""
+    """Return the source of the package in a folder, from its manifest; None without a manifest of kvdsl's."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -118,7 +118,7 @@ def origin_of(folder: Path) -> str | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether kvdsl may write this file: it made what is there, or nothing is."""
+    """Return whether kvdsl may write this file: it made it, or it does not exist."""
     return (
         path.suffix not in (".py", ".cpp")
         or not path.exists()
@@ -138,10 +138,10 @@ TENSORS = "tensors.safetensors"
 
 
 def data_of(policy: Policy) -> dict[str, bytes]:
-    """The files of a policy's package that are no text, by name: none, or the one with its tensors.
+    """Return the binary files of a policy's package by name: none, or one with its tensors.
 
     Raises:
-        KvdslError: if a tensor's file is not there, or does not hold what the policy says.
+        KvdslError: if a tensor's file is missing, or does not match the policy.
     """
     if not policy.tensors:
         return {}
@@ -149,10 +149,10 @@ def data_of(policy: Policy) -> dict[str, bytes]:
 
 
 def stored_of(tensor: Tensor) -> Stored:
-    """A tensor as its file has it.
+    """Read a tensor from its file.
 
     Raises:
-        KvdslError: as `data_of` does.
+        KvdslError: as in `data_of`.
     """
     path = Path(tensor.path)
     if path.resolve() != path:

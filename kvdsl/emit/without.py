@@ -1,4 +1,4 @@
-"""A policy that a target has no kernels for: which line, why, what it costs, and what to write instead, in one sentence."""
+"""Explain in one sentence why a target has no kernels for a policy: the line, the reason, the cost, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ KERNELS = {"cpu": "C++", "triton": "Triton"}
 
 COST = {
     "cpu": "a step of attention takes about 2.5× as long there (docs/performance.md)",
-    "triton": "how much longer a step takes there was not measured",
+    "triton": "the cost of a step there was not measured",
 }
-"""What it costs to run on the torch backend; `docs/performance.md` has the measurement (float32, 8 rows, 4,096 tokens)."""
+"""The cost of the torch backend, measured in `docs/performance.md` (float32, 8 rows, 4,096 tokens)."""
 
 _INSTEAD = (
     ("`group each`", "leave out `group each`, so that the query heads of a KV head select together"),
@@ -23,18 +23,18 @@ _INSTEAD = (
     ("`select` by anything but", "select by `dot(q, k)`"),
     ("_pool`", "leave out the pool"),
     ("`median", "write `mean`"),
-    ("a count of `select`", "select a number of tokens that a param gives"),
-    ("that is counted over slots", "keep a number of tokens that a param gives"),
-    ("with vectors of query heads", "take a tensor with a vector for each KV head"),
+    ("a count of `select`", "select a number of tokens set by a param"),
+    ("that is counted over slots", "keep a number of tokens set by a param"),
+    ("with vectors of query heads", "use a tensor with a vector per KV head"),
 )
-"""What a refusal contains, and what to write instead. That is another policy, so only the user can choose it."""
+"""Parts of refusals, and what to write instead. That changes the policy, so only the user can choose it."""
 
 
 def sentence(target: str, refusal: str, source: str) -> str:
     """Say why a policy runs on the torch backend, for `kvdsl explain`, `compile` and a cache's warning.
 
     Args:
-        refusal: what the target has no code for, as `PackagePlan` has it.
+        refusal: what the target has no code for, from `PackagePlan`.
         source: the text of the .kv file.
     """
     return f"{_no_kernels(target, refusal, source)}; {COST[target]}; {_instead(refusal)}"
@@ -54,17 +54,17 @@ def _no_kernels(target: str, refusal: str, source: str) -> str:
 
 def _instead(refusal: str) -> str:
     instead = " and ".join(advice for part, advice in _INSTEAD if part in refusal)
-    return f"to have them, {instead}" if instead else "no other words mean the same"
+    return f"to have them, {instead}" if instead else "there is no equivalent"
 
 
 def without(manifest: str | bytes, target: str) -> str | None:
-    """The same out of a package's manifest; None if the target has kernels."""
+    """Return the sentence from a package's manifest; None if the target has kernels."""
     found = json.loads(manifest).get("without", {}).get(target)
     return None if found is None else str(found)
 
 
 def _line(refusal: str, source: str) -> tuple[int, str] | None:
-    """The first line that says what is refused: its number and its text. None where it is another file's."""
+    """Return number and text of the first line with what is refused; None if it is in another file."""
     return next(iter(_lines(refusal, source)), None)
 
 
@@ -82,7 +82,7 @@ def _words(refusal: str) -> list[str]:
 
 
 def _lines(refusal: str, source: str) -> list[tuple[int, str]]:
-    """The lines of a source with the first word that a refusal quotes: numbers and texts, without what is said in docstrings."""
+    """Return the lines of a source, outside strings and comments, that contain the first word quoted by a refusal."""
     words = _words(refusal)
     if not words:
         return []

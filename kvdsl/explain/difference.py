@@ -1,4 +1,4 @@
-"""What is different between two policies: statements, state columns, bytes, and what they read. Imports nothing of the runtime."""
+"""Compare two policies: statements, state columns, bytes, and what they read. Imports nothing of the runtime."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_keep, print_policy
 
 _TITLES = ("costs", "peak", "reads", "backends")
-"""What `explain` says in words that is compared as it stands."""
+"""Titles of `explain` whose text is compared."""
 
 _NO_MEANING = {"storage": "in_place", "block": None, "rope": "fused"}
-"""What decides how slots lie in memory, and never which tokens stay."""
+"""Settings of the memory layout, which never change the kept tokens."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What only the first of two policies says under a title, and what only the second says there."""
+    """Lines under a title that only the first policy has, and those that only the second has."""
 
     title: str
     before: tuple[str, ...]
@@ -29,10 +29,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is different; nothing, if the two mean the same.
+    """The differences; none if the two are equivalent.
 
     Attributes:
-        in_memory_only: whether both keep the same tokens for certain, since they differ in how slots lie in memory alone.
+        in_memory_only: whether only the memory layout differs, so that both certainly keep the same tokens.
     """
 
     changes: tuple[Change, ...]
@@ -40,21 +40,21 @@ class Difference:
 
 
 def difference(a: Facts, b: Facts) -> Difference:
-    """Compares two policies with all that they inherit; names, docstrings, comments and lets do not count."""
+    """Compare two policies with everything they inherit; names, docstrings, comments and lets do not count."""
     first, second = _nameless(a.policy), _nameless(b.policy)
     if first == second:
         return Difference((), False)
     pairs = [("statements", _statements(first), _statements(second)), ("state", _state(a), _state(b))]
     pairs.append(("files", _files(first), _files(second)))
-    said = rows(a), rows(b)
-    pairs += [(title, said[0].get(title, []), said[1].get(title, [])) for title in _TITLES]
+    text = rows(a), rows(b)
+    pairs += [(title, text[0].get(title, []), text[1].get(title, [])) for title in _TITLES]
     changes = (_changed(*pair) for pair in pairs)
     same_tokens = first.model_copy(update=_NO_MEANING) == second.model_copy(update=_NO_MEANING)
     return Difference(tuple(one for one in changes if one.before or one.after), same_tokens)
 
 
 def _nameless(policy: Policy) -> Policy:
-    """The policy without its names, and what has no order of its own in one order."""
+    """Return the policy without names, and with unordered parts sorted."""
     unordered = {
         name: tuple(sorted(getattr(policy, name), key=attrgetter("name"))) for name in ("params", "given", "tensors")
     }

@@ -1,4 +1,4 @@
-"""Facts about a policy: the state it stores per token and why, what that costs, what it reads, and where it runs."""
+"""Facts about a policy: its state per token and the reasons, costs, inputs, and backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import some, value_of
 
 FLOAT32 = POSITION = RANK = 4
-"""Bytes of one number of a state column, of a token's position, and of its rank among those that are there."""
+"""Bytes of a number of a state column, of a token's position, and of its rank among the live ones."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class State:
     """A state column.
 
     Attributes:
-        size: of a ring, of how many queries it holds a number, as an expression; None for the others, which hold one.
-        numbers: how many float32 it has per slot; None where that depends on the prompt or the layer.
+        size: for a ring, the number of queries, as an expression; None for other columns.
+        numbers: float32 numbers per slot; None if it depends on the prompt or the layer.
         why: the statements, or other columns, that read it.
     """
 
@@ -41,15 +41,15 @@ class State:
 
     @property
     def bytes_per_slot(self) -> int | None:
-        """Its share of a slot."""
+        """Bytes of a slot."""
         return None if self.numbers is None else FLOAT32 * self.numbers
 
 
 @dataclass(frozen=True)
 class Peak:
-    """How many slots of one KV head are in use at most in a phase, as an expression of the language and with the defaults.
+    """The most slots of a KV head in a phase, as an expression of the language and with the defaults.
 
-    `slots` is None where it depends on the text.
+    `slots` is None if it depends on the text.
     """
 
     phase: str
@@ -59,9 +59,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Budget:
-    """What some KV heads of a layer keep, where a tensor of a file tells which, as an expression of the language and with the defaults.
+    """The budget of some KV heads of a layer, chosen by a tensor, as an expression of the language and with the defaults.
 
-    `tokens` is None where it depends on the text, or on the file.
+    `tokens` is None if it depends on the text or the file.
     """
 
     text: str
@@ -70,12 +70,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it, for a head size and a dtype.
+    """All facts, for a head size and a dtype.
 
     Attributes:
-        values: what each param is by default, and the budget as `@budget`, where that is a plain number.
+        values: the params' defaults, and the budget as `@budget`, where they are plain numbers.
         requires: some of attn, logit, q, k, v.
-        budgets: of the KV heads of a layer, where these differ; empty where all have the same.
+        budgets: of the KV heads of a layer if they differ; else empty.
     """
 
     policy: Policy
@@ -114,17 +114,17 @@ class Facts:
 
     @property
     def rotated_half(self) -> int:
-        """Bytes of one key's rotated half, where all of its dims rotate and a backend keeps it."""
+        """Bytes of one key's rotated half, if all dims rotate and a backend caches it."""
         return self.head_dim * DTYPES[self.dtype] if self.policy.rope == "cached" else 0
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of what tells where one token stands: its position, and under compact positions its rank."""
+        """Bytes of one token's position, and of its rank under compact positions."""
         return POSITION + (RANK if self.policy.positions == "compact" else 0)
 
     @property
     def sketch_bytes(self) -> int | None:
-        """Bytes of one key over the sketch's dims, which kernels keep in the layers that select; None where the dims are not known."""
+        """Bytes of one key over the sketch's dims, which kernels keep in selecting layers; None if the number of dims is unknown."""
         if self.policy.sketch is None or self.plan.cpp is None or self.kv_dtype != "model":
             return 0
         dims = value_of(self.policy.sketch.count, self.values)
@@ -146,12 +146,12 @@ class Facts:
 
     @property
     def beyond_a_window(self) -> int:
-        """Bytes of a token beyond a window's, which stores only keys, values and positions."""
+        """Bytes of a token in addition to those in a window, which stores only keys, values and positions."""
         return self.bytes_per_token - self.key_and_value - POSITION + self.rotated_half
 
     @property
     def backends(self) -> list[dict[str, Any]]:
-        """Each backend: whether it serves the policy, and why not; on `cpu`, for what torch evicts in the place of C++."""
+        """Each backend: whether it serves the policy, or why not; on `cpu`, for what torch evicts instead of C++."""
         refused = dict(self.plan.refusals)
         if self.kv_dtype != "model":
             without = ["triton"] if self.policy.select is None else ["triton", "cpu"]
@@ -185,10 +185,10 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16", kv_dtype
 
 
 def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = None, kv_dtype: str | None = None) -> Policy:
-    """The policy as its cache lies in memory with these options; `kv_dtype`, which `facts` takes, must go with the others.
+    """Return the policy with these options of memory layout. Checks that `kv_dtype`, an argument of `facts`, fits them.
 
     Raises:
-        KvdslError: if it cannot lie so.
+        KvdslError: if the options do not fit together.
     """
     changes: dict[str, Any] = {}
     if storage is not None:
@@ -202,7 +202,7 @@ def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = N
 
 
 def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
-    """What ranks or marks tokens and dims: each expression with its statement, as `explain` names it."""
+    """Yield each expression that ranks or marks tokens and dims, with its statement as `explain` names it."""
     if policy.measured is not None:
         yield "budget", policy.measured
     if policy.score is not None:
@@ -242,7 +242,7 @@ def _values(policy: Policy) -> dict[str, float]:
 
 
 def state_of(policy: Policy, values: dict[str, float]) -> tuple[State, ...]:
-    """The state columns that a policy needs; `values` are those of its params that are numbers by default."""
+    """Return the state columns of a policy; `values` are its params with plain numbers as defaults."""
     lowered = add_columns(policy)
     return tuple(_state(column, lowered, values) for column in lowered.columns)
 
@@ -272,7 +272,7 @@ def _readers(column: Column, lowered: Policy) -> Iterator[str]:
 
 
 def tensors_of(expr: Expr, policy: Policy) -> tuple[str, ...]:
-    """The tensors that an expression reads, itself or by the defaults of params; each once."""
+    """Return the tensors that an expression reads, directly or through defaults of params, each once."""
     defaults = {param.name: param.default for param in policy.params}
     found: dict[str, None] = {}
     for node in walk(expr):
@@ -284,7 +284,7 @@ def tensors_of(expr: Expr, policy: Policy) -> tuple[str, ...]:
 
 
 def _budgets(policy: Policy, values: dict[str, float]) -> Iterator[Budget]:
-    """The budgets among which a tensor chooses; or the one that is computed from it."""
+    """Yield the budgets among which a tensor chooses, or the one computed from it."""
     if policy.budget is None or not tensors_of(policy.budget, policy):
         return
     for branch in dict.fromkeys(_branches(policy.budget, policy)):
@@ -293,7 +293,7 @@ def _budgets(policy: Policy, values: dict[str, float]) -> Iterator[Budget]:
 
 
 def _branches(expr: Expr, policy: Policy) -> Iterator[Expr]:
-    """What an expression is in the end, whatever the tensors say that its conditions read."""
+    """Yield the possible values of an expression whose conditions read tensors."""
     if is_call(expr, "where") and tensors_of(expr.args[0], policy):
         for branch in expr.args[1:]:
             yield from _branches(branch, policy)
@@ -329,7 +329,7 @@ def _while_prompting(policy: Policy, values: dict[str, float]) -> Peak:
 
 
 def _stays_whole(policy: Policy, values: dict[str, float]) -> bool:
-    """Whether nothing leaves while the prompt is read."""
+    """Return whether nothing is evicted while the prompt is read."""
     trigger = value_of(policy.trigger, values)
     return policy.when == "decode" or (trigger is not None and some(trigger) == 0)
 
@@ -337,14 +337,14 @@ def _stays_whole(policy: Policy, values: dict[str, float]) -> bool:
 def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     trigger = value_of(policy.trigger, values)
     if policy.measured is not None and policy.budget == Input(name="everything") and policy.when != "prefill":
-        return Peak("decode", "as many slots as ever stayed: the budget has no `at most`", None)
+        return Peak("decode", "unbounded: the budget has no `at most`", None)
     if policy.when == "prefill" or (trigger is not None and some(trigger) == 0 and policy.cap == "soft"):
-        return Peak("decode", "every token that is generated stays", None)
+        return Peak("decode", "every generated token stays", None)
     slack = value_of(policy.slack, values)
     if _stays_whole(policy, values):
         room = print_expression(policy.slack if policy.cap == "hard" else policy.trigger)
-        return Peak("decode", f"no more than the prompt + 1, or budget + {room} where that is more", None)
-    # The last block of a prompt, if it is not full, stays until a token has been generated.
+        return Peak("decode", f"no more than the prompt + 1, or budget + {room} if that is more", None)
+    # An incomplete last block of a prompt stays until a token has been generated.
     if policy.prefill_block is not None:
         return replace(_while_prompting(policy, values), phase="decode")
     if policy.cap == "hard":
@@ -366,7 +366,7 @@ def _sum(phase: str, policy: Policy, values: dict[str, float], text: str, more: 
 
 
 def as_data(found: Facts) -> dict[str, Any]:
-    """For a JSON object."""
+    """Return the facts for JSON."""
     policy = found.policy
     return {
         "name": policy.name,

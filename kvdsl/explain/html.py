@@ -1,4 +1,4 @@
-"""Facts about a policy, or a code, as one self-contained page of HTML: light and dark, and in print."""
+"""Render facts about a policy, or a code, as one self-contained HTML page, for light, dark and print."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def policy_page(found: Facts, source: str) -> str:
 
 
 def code_page(code: Code) -> str:
-    """What a code means, and an example that fails with it."""
+    """Return a page with a code's explanation and a failing example."""
     title = f"{code.severity} {code.id}: {code.title}"
     example = _coloured(code.example) if code.example and len(code.example) < 2_000 else ""
     return _page(code.id, f"<h1>{escape(title)}</h1>\n{_prose(code.explanation)}\n{example}")
@@ -53,8 +53,8 @@ def _policy(found: Facts, source: str) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n", prose(found.policy.doc)):
         yield _prose(" ".join(paragraph.split()))
     yield "<table>"
-    told = {key: [value] for key, value in fields(found.policy.doc).items()}
-    for title, lines in (told | rows(found)).items():
+    provenance = {key: [value] for key, value in fields(found.policy.doc).items()}
+    for title, lines in (provenance | rows(found)).items():
         yield f'<tr><th scope="row">{escape(title)}</th><td>{"<br>".join(map(escape, lines))}</td></tr>'
     yield "</table>"
     yield f"<h2>{escape(found.policy.stem)}.kv</h2>"
@@ -62,7 +62,7 @@ def _policy(found: Facts, source: str) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """A paragraph; what stands in backticks is code."""
+    """Render a paragraph; text in backticks is code."""
     marked = re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
     return f"<p>{marked}</p>"
 
@@ -82,7 +82,7 @@ def _coloured(text: str) -> str:
 
 
 def _colours(name: str) -> str:
-    """The style sheet's lines for what stands in a policy, in the colours of one of Pygments' styles."""
+    """Return style sheet lines for the language's tokens, in the colours of a Pygments style."""
     from pygments.styles import get_style_by_name
     from pygments.token import STANDARD_TYPES, Comment, Keyword, Name, Number, String
 

@@ -1,4 +1,4 @@
-"""A policy in words: rows of a title and a few lines, as `kvdsl explain` and the policies' pages show them."""
+"""A policy in words: titles with a few lines each, for `kvdsl explain` and the policies' pages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Rows = dict[str, list[str]]
 
 
 def rows(found: Facts) -> Rows:
-    """Everything there is to say, by title; what does not apply is left out."""
+    """Return all descriptions by title; inapplicable ones are left out."""
     policy = found.policy
-    said = {
+    described = {
         "keeps": list(_keeps(found)),
         "evicts": list(_evicts(policy)),
         "protects": [*(_protects(keep, policy) for keep in policy.keeps), *_beyond(policy)],
@@ -28,14 +28,14 @@ def rows(found: Facts) -> Rows:
         "params": [_param(param) for param in policy.params],
         "tensors": [_tensor(tensor) for tensor in policy.tensors],
         "given": [_given(given) for given in policy.given],
-        "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
+        "tracks": [_tracks(column) for column in found.state] or ["only each token's position"],
         "costs": list(_costs(found)),
         "peak": list(_peak(found)),
         "reads": [INPUTS[name].reads for name in found.requires]
         or ["positions only, so any attention implementation serves it"],
         "backends": [f"{one['name']:<7} {_serves(one)}" for one in found.backends],
     }
-    return {title: lines for title, lines in said.items() if lines}
+    return {title: lines for title, lines in described.items() if lines}
 
 
 def _serves(backend: dict[str, Any]) -> str:
@@ -53,16 +53,18 @@ def _keeps(found: Facts) -> Iterator[str]:
         yield "every token"
         return
     if found.budgets:
-        told = " and ".join(tensors_of(policy.budget, policy))
-        yield f"{' or '.join(map(_budget, found.budgets))} per KV head, as {told} tells, once it has made room"
+        tensors = " and ".join(tensors_of(policy.budget, policy))
+        yield f"{' or '.join(map(_budget, found.budgets))} per KV head, chosen by {tensors}, after eviction"
     elif policy.measured is not None:
-        yield f"{print_expression(policy.measured)} tokens per KV head, counted again whenever it makes room"
-        bound = "no bound: the cache grows with what stays" if policy.budget == Input(name="everything") else None
+        yield f"{print_expression(policy.measured)} tokens per KV head, counted again at every eviction"
+        bound = (
+            "no bound: the cache grows with the tokens that it keeps" if policy.budget == Input(name="everything") else None
+        )
         yield bound or f"at most {_count(policy.budget, policy)}"
     else:
-        yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
+        yield f"{_count(policy.budget, policy)} tokens per KV head, after eviction"
         if any(node == ParamRef(name="budget") and policy.budget != node for node in walk(policy.budget)):
-            yield "`budget` is the param here, and these tokens in every other statement"
+            yield "`budget` is the param here, and this number of tokens in other statements"
     if policy.across is not None:
         floor = (
             ""
@@ -76,24 +78,23 @@ def _keeps(found: Facts) -> Iterator[str]:
 
 
 def _shares(policy: Policy) -> Iterator[str]:
-    """How layers share their budgets."""
+    """Describe how layers share their budgets."""
     layers = policy.across_layers
     if layers is None:
         return
     floor = "" if layers.floor == Number(value=0) else print_expression(layers.floor)
     if layers.by is None:
         least = f", each head {floor} of its budget at least" if floor else ""
-        yield f"all layers and heads share their budgets, once all have seen the prompt{least}"
+        yield f"all layers and heads share their budgets after the prompt{least}"
         return
     least = f" or {floor} of its budget" if floor else ""
     yield (
-        f"the layers share their budgets, once all have seen the prompt: each has what is protected at the ends{least}, and its share of "
+        f"the layers share their budgets after the prompt: each has what is protected at the ends{least}, and its share of "
         f"the rest by {print_expression(layers.by)}"
     )
 
 
 def _budget(budget: Budget) -> str:
-    """`sinks + recent = 64 tokens`."""
     if budget.text == "everything":
         return "every token"
     known = "" if budget.tokens is None or budget.text.isdigit() else f" = {budget.tokens}"
@@ -102,23 +103,23 @@ def _budget(budget: Budget) -> str:
 
 def _evicts(policy: Policy) -> Iterator[str]:
     if policy.budget is None or policy.score is None:
-        yield "nothing, ever"
+        yield "never"
         return
     score, chance = print_expression(policy.score), has(policy.score, Call, op="random")
     if chance and not any(INPUTS[node.name].axes for node in parts_of(policy.score, Input)):
         yield f"by lot: the token with the lowest {score} is evicted first"
     else:
-        lots = "; `random()` is drawn again by each token" if chance else ""
-        yield f"the token with the lowest {score} first{lots}; of equals, the older one"
+        lots = "; `random()` is drawn again for each token" if chance else ""
+        yield f"the token with the lowest {score} first{lots}; among equals, the older one"
     if policy.trigger == Number(value=0):
         yield "never: the trigger is 0" if policy.cap == "soft" else "none after the prompt: the trigger is 0"
     elif policy.trigger != Number(value=1):
-        yield f"only once it holds {_count(policy.trigger, policy)} tokens more than the budget; 0 would be never"
+        yield f"only once it holds {_count(policy.trigger, policy)} tokens more than the budget; 0 would mean never"
     if policy.max_drop != Number(value=0):
         yield f"{_count(policy.max_drop, policy)} tokens at a time"
-        yield f"more where that would leave more than {_count(policy.slack, policy)} tokens above the budget"
+        yield f"more if that would leave more than {_count(policy.slack, policy)} tokens above the budget"
     if policy.cap == "hard":
-        yield f"before a token comes in that would make it more than the budget and {_count(policy.slack, policy)} more"
+        yield f"before a new token would exceed the budget plus {_count(policy.slack, policy)}"
     if policy.victims != "own":
         whose = "the KV heads of a layer" if policy.victims == "heads" else "all layers and KV heads"
         yield f"the same tokens in {whose}: scores are averaged over them"
@@ -127,7 +128,6 @@ def _evicts(policy: Policy) -> Iterator[str]:
 
 
 def _protects(keep: Keep, policy: Policy) -> str:
-    """`keep last recent` → `the last tokens: recent = budget / 2 of them`."""
     by = "" if keep.by is None else print_expression(keep.by)
     if keep.scope == "where" or keep.count is None:
         return f"the tokens where {by}"
@@ -138,14 +138,10 @@ def _protects(keep: Keep, policy: Policy) -> str:
 
 
 def _beyond(policy: Policy) -> Iterator[str]:
-    """What happens where the budget does not hold all of it."""
+    """Describe evictions of protected tokens."""
     if policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps):
-        which = (
-            "of what `keep top` and `keep where` protect the lowest-scored"
-            if policy.ends_last
-            else "its lowest-scored tokens"
-        )
-        yield f"if that is more than the budget keeps, {which} leave, and a cache warns at the prompt's end"
+        which = "the lowest-scored tokens of `keep top` and `keep where`" if policy.ends_last else "its lowest-scored tokens"
+        yield f"if that exceeds the budget, {which} are evicted, and a cache warns at the prompt's end"
 
 
 def _selects(policy: Policy) -> Iterator[str]:
@@ -153,26 +149,26 @@ def _selects(policy: Policy) -> Iterator[str]:
         return
     unit = "" if policy.pages is None else f", as whole pages of {_count(policy.pages, policy)}"
     yield (
-        f"attends to {_selected(policy)} tokens{unit}: what is protected, and those with the highest "
+        f"attends to {_selected(policy)} tokens{unit}: the protected ones, and those with the highest "
         f"{print_expression(policy.select.by)}; a prompt attends to all"
     )
     if policy.select.weight is not None:
-        yield "what is attended to counts in the softmax as often as its weight says"
+        yield "each selected token counts in the softmax as many times as its weight"
     if policy.group == "each":
-        yield "each query head for itself, also of those that share a KV head"
+        yield "each query head selects for itself"
     layers = LayerRange(low=policy.select.low, high=policy.select.high)
     if layers != LayerRange():
         yield f"in layers {print_range(layers)}; the others attend to all"
     if policy.reuses:
         head = "query head" if policy.group == "each" else "KV head"
         yield (
-            f"layers {print_choosing(policy.select)} choose, and attend to all; each layer above takes over what the nearest of these has "
-            f"chosen, {head} by {head}; those below attend to all"
+            f"layers {print_choosing(policy.select)} select, and attend to all; each other layer uses the selection of the nearest "
+            f"of these below, {head} by {head}; layers below them attend to all"
         )
     if policy.sketch is not None:
         yield (
             f"the sketch is the {_count(policy.sketch.count, policy)} dims with the highest {print_expression(policy.sketch.by)}, "
-            f"found again every {_count(policy.sketch.every, policy)} generated tokens"
+            f"updated every {_count(policy.sketch.every, policy)} generated tokens"
         )
 
 
@@ -187,9 +183,9 @@ def _when(policy: Policy) -> Iterator[str]:
     if policy.budget is None:
         return
     if policy.when == "prefill":
-        yield "once, after the prompt; what is generated stays"
+        yield "once, after the prompt; generated tokens stay"
     elif policy.when == "decode":
-        yield "while it generates; the prompt goes through whole"
+        yield "while decoding; the prompt stays whole"
     elif policy.prefill_block is not None:
         yield f"after every {_count(policy.prefill_block, policy)} tokens of the prompt, and after every generated token"
     else:
@@ -200,7 +196,7 @@ def _when(policy: Policy) -> Iterator[str]:
 
 def _positions(policy: Policy) -> Iterator[str]:
     if policy.positions == "compact":
-        yield "a token's rotary position is its rank among those that are still there"
+        yield "a token's rotary position is its rank among the live tokens"
 
 
 def _storage(policy: Policy) -> Iterator[str]:
@@ -212,7 +208,7 @@ def _storage(policy: Policy) -> Iterator[str]:
 
 
 def _count(expr: Expr, policy: Policy) -> str:
-    """An expression; of a param with its default."""
+    """Print an expression, and the default of a param."""
     default = {param.name: param.default for param in policy.params}.get(getattr(expr, "name", ""))
     text = print_expression(expr)
     return text if default is None else f"{text} = {print_expression(default)}"
@@ -222,12 +218,11 @@ def _param(param: Param) -> str:
     unit = f" {param.unit}" if param.unit else ""
     low, high = ("" if end is None else f"{end:g}" for end in (param.low, param.high))
     bounds = f", in {low}..{high}" if low or high else ""
-    rate = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
-    return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{rate}"
+    ratio = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
+    return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{ratio}"
 
 
 def _tensor(tensor: Tensor) -> str:
-    """`filter: a number per layer, KV head and dim of a key, from "filter.safetensors"`."""
     called = {
         "layers": "layer",
         "heads": "KV head",
@@ -240,12 +235,11 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _given(given: Given) -> str:
-    """`importance: a number per token and KV head, from the caller`."""
     if given.source == "spans":
-        return f"{given.name}: whether a token lies in this span, as the caller marks it"
+        return f"{given.name}: whether a token lies in this span, which the caller marks"
     if given.source == given.name:
-        return f"{given.name}: {INPUTS[given.name].doc}, as the cache counts it"
-    default = "which has to give it" if given.default is None else f"or {print_number(given.default)}"
+        return f"{given.name}: {INPUTS[given.name].doc}, counted by the cache"
+    default = "who must provide it" if given.default is None else f"or {print_number(given.default)}"
     return f"{given.name}: a number per token and KV head, from the caller, {default}"
 
 
@@ -253,7 +247,7 @@ def _given(given: Given) -> str:
 
 
 def meaning(column: State) -> str:
-    """What a state column holds, in words."""
+    """Describe what a state column holds."""
     return RULES[column.rule].doc.format(column.body, decay=column.decay, size=column.size)
 
 
@@ -282,7 +276,7 @@ def _costs(found: Facts) -> Iterator[str]:
         yield f"a KV head {_range(found)}"
     if found.rotated_half:
         times = 1 + found.rotated_half / found.key_and_value
-        yield f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value)"
+        yield f"{found.rotated_half} more for the key's rotated half ({times:g}× the key and value)"
     if found.sketch_bytes != 0:
         yield f"{_known(found.sketch_bytes)} more for the key over the sketch's dims, in kernels and in the layers that select"
     if found.page_bytes != 0:
@@ -294,7 +288,7 @@ def _known(size: float | None) -> str:
 
 
 def _range(found: Facts) -> str:
-    """`from 33,024 bytes to 264,192 bytes`, or what is known of it before the file and the prompt."""
+    """Describe the bytes of a KV head, where they are known before the file and the prompt."""
     least, most = found.bytes_per_head
     if least is None:
         return f"takes {found.bytes_per_token} bytes for every token of its budget"
@@ -304,11 +298,10 @@ def _range(found: Facts) -> str:
 
 
 def _peak(found: Facts) -> Iterator[str]:
-    """`while it generates: budget + 1 = 513 slots`."""
     for peak in found.peaks:
         slots = "" if peak.slots is None else f" = {peak.slots}"
         unit = " slots per KV head" if peak.text.startswith("budget") else ""
         yield f"{_PHASES[peak.phase]}: {peak.text}{slots}{unit}"
 
 
-_PHASES = {"always": "always", "prompt": "in the prompt", "decode": "while it generates"}
+_PHASES = {"always": "always", "prompt": "in the prompt", "decode": "while decoding"}

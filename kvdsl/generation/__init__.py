@@ -1,1 +1,1 @@
-"""Text under a policy and under the full cache: loading a model, generating, times and sizes, tables. What `kvdsl run` does."""
+"""Generate text under a policy and under the full cache, with times and sizes, for `kvdsl run`."""

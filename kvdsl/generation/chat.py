@@ -1,7 +1,7 @@
-"""Chat with a model, and mark in its cache what the policy reads of the text: roles, thinking and turns.
+"""Chat with a model, and mark in its cache the parts of the text that the policy reads: roles, thinking and turns.
 
-A message's stretch of the text is found by the tokenizer's chat template, its markup included, and marked by its role where the policy
-reads a span of that name. What the model thinks is marked as it is generated, before it is cached.
+The tokenizer's chat template locates each message in the text, including its markup. The message is marked by its role if the policy
+reads a span of that name. Thinking is marked as it is generated, before it is cached.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kvdsl.runtime.hf.versions import with_cache
 Message = Mapping[str, Any]
 
 _REPLY = "\ue000kvdsl's reply\ue000"
-"""Stands for what the model said in the conversation that the template renders: in the cache lies that itself."""
+"""Stands for the model's earlier answers in the rendered conversation, since the cache holds their own tokens."""
 
 _FARTHEST = 64
-"""Tokens among the last ones in which a marker of thinking may lie."""
+"""The number of last tokens searched for a marker of thinking."""
 
 THINK = ("<think>", "</think>")
-"""What stands around thinking in the texts of most models that think."""
+"""The markers around thinking of most models."""
 
 
 def chat(model: Any, tokenizer: Any, cache: KVCache, *, thinks: tuple[str, str] = THINK) -> Chat:
-    """A chat, `talk = kvdsl.chat(model, tokenizer, cache)`; `talk("Hello")` is a turn of it.
+    """Start a chat: `talk = kvdsl.chat(model, tokenizer, cache)`; each `talk("Hello")` is a turn.
 
     Args:
-        cache: a fresh one of the model's.
-        thinks: what the model writes around its thinking; that becomes the span `think`.
+        cache: an empty cache of the model.
+        thinks: the markers around the model's thinking, which becomes the span `think`.
 
     Raises:
-        KvdslError: if the tokenizer has no chat template, or if the cache has seen a text.
+        KvdslError: if the tokenizer has no chat template, or the cache is not empty.
     """
     return Chat(model, tokenizer, cache, thinks)
 
@@ -47,37 +47,37 @@ class Chat:
     """A conversation of one row.
 
     Attributes:
-        messages: all so far, the model's own included.
+        messages: all messages so far, including the model's.
         ids: the text so far as tokens; the last may not be cached yet.
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: KVCache, thinks: tuple[str, str] = THINK) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise KvdslError(
-                f"{type(tokenizer).__name__} of {tokenizer.name_or_path} has no chat template: give it the model's, or use `generate`"
+                f"{type(tokenizer).__name__} of {tokenizer.name_or_path} has no chat template: set the model's, or use `generate`"
             )
         if cache.get_seq_length() != 0:
-            raise KvdslError("the cache has seen a text already: call `cache.reset()` before the chat")
+            raise KvdslError("the cache is not empty: call `cache.reset()` before the chat")
         self.messages: list[Message] = []
         self.ids: list[int] = []
         self._model, self._tokenizer, self._cache, self._thinks = model, tokenizer, cache, thinks
         self._spans = {name for name, _ in cache.spec.spans}
 
     def __call__(self, messages: str | Sequence[Message], **settings: Any) -> str:
-        """A turn: read what is new, have the model answer, and end the turn.
+        """Run a turn: read the new messages, generate an answer, and end the turn.
 
         Args:
-            messages: what the user says, or messages as the template takes them, `{"role": "tool", "content": "..."}`.
-            settings: of `generate`, `max_new_tokens` for example.
+            messages: the user's text, or messages for the template, such as `{"role": "tool", "content": "..."}`.
+            settings: arguments of `generate`, such as `max_new_tokens`.
 
         Returns:
-            What the model said, its thinking included, without special tokens.
+            The answer, including its thinking, without special tokens.
 
         Raises:
             KvdslError: for several beams or sequences: a chat has one row.
         """
         if settings.get("num_beams", 1) != 1 or settings.get("num_return_sequences", 1) != 1:
-            raise KvdslError("a chat has one row: leave `num_beams` and `num_return_sequences` out")
+            raise KvdslError("a chat has one row: leave out `num_beams` and `num_return_sequences`")
         said: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         thoughts = _Thoughts(self._tokenizer, self._cache, self._thinks if "think" in self._spans else None)
         for role, text in self._new_parts(said):
@@ -88,7 +88,7 @@ class Chat:
         return reply
 
     def _read(self, role: str | None, new: list[int], thoughts: _Thoughts) -> None:
-        """Take in a part of the text, which is marked by its role; of the part where an answer begins, thinking may begin there."""
+        """Read a part of the text and mark it by its role; thinking may start in the part that opens an answer."""
         if role in self._spans and new:
             self._cache.mark(role, len(self.ids), len(self.ids) + len(new))
         if role is None:
@@ -97,7 +97,7 @@ class Chat:
         self.ids += new
 
     def _answer(self, thoughts: _Thoughts, settings: Mapping[str, Any]) -> str:
-        """Have the model answer."""
+        """Generate the model's answer."""
         begin, device = len(self.ids), self._model.device
         ids = torch.tensor([self.ids], device=device)
         if "assistant" in self._spans:
@@ -109,7 +109,7 @@ class Chat:
         reply: str = self._tokenizer.decode(made, skip_special_tokens=True)
         ends = self._model.generation_config.eos_token_id
         if made and made[-1] in ([ends] if isinstance(ends, int) else ends or []):
-            made.pop()  # the template has it, before the next message
+            made.pop()  # the template adds it before the next message
         self.ids += made
         thoughts.end(len(self.ids))
         if "assistant" in self._spans and made:
@@ -119,9 +119,7 @@ class Chat:
     # -- the template --------------------------------------------------------------------------------------------------
 
     def _new_parts(self, said: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
-        """What is new in the text, part by part, with the role of each: of what ends the last answer an empty one, of what begins the next
-        one None.
-        """
+        """Yield the new parts of the text with their roles: empty for the end of the last answer, None for the start of the next."""
         before = [{**one, "content": _REPLY} if one["role"] == "assistant" else one for one in self.messages]
         whole = self._rendered([*before, *said], answer=True)
         at = whole.rindex(_REPLY) + len(_REPLY) if before else 0
@@ -135,10 +133,10 @@ class Chat:
         yield None, whole[at:]
 
     def _end_of(self, messages: Sequence[Message], whole: str, at: int) -> int:
-        """Return where the last of some messages ends in the whole text: up to there their own text is the same."""
+        """Return where the last of some messages ends in the whole text, which starts with their own text."""
         try:
             part = self._rendered(messages, answer=False)
-        except Exception:  # templates refuse what they do not expect in many ways: a system prompt alone, for example
+        except Exception:  # templates raise many errors for unexpected input, such as a system prompt alone
             content = str(messages[-1]["content"]).strip()
             found = whole.find(content, at)
             return at if found < 0 else found + len(content)
@@ -152,10 +150,10 @@ class Chat:
 
 
 class _Thoughts(StoppingCriteria):  # type: ignore[misc]
-    """Reads each generated token before it is cached, marks thinking, and never stops the generation.
+    """Reads each generated token before it is cached and marks thinking; never stops generation.
 
     Args:
-        around: what stands before and behind thinking; None: the policy does not read it.
+        around: the markers before and after thinking; None if the policy does not read it.
     """
 
     def __init__(self, tokenizer: Any, cache: KVCache, around: tuple[str, str] | None) -> None:
@@ -165,7 +163,7 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
         self._begun: int | None = None
 
     def begin(self, place: int) -> None:
-        """Begin to read at this place of the text."""
+        """Start reading at a position of the text."""
         self._place = place
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
@@ -193,10 +191,10 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
         self._pieces.clear()
 
     def _tokens_of(self, marker: str) -> int:
-        """In how many of the last tokens a marker lies."""
+        """Return how many of the last tokens a marker covers."""
         return next(count for count in range(1, len(self._pieces) + 1) if marker in "".join(self._pieces[-count:]))
 
     def end(self, place: int) -> None:
-        """The answer has ended, perhaps in the middle of a thought."""
+        """End the answer, possibly inside thinking."""
         if self._begun is not None:
             self._cache.mark("think", self._begun, place)

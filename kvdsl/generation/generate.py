@@ -1,4 +1,4 @@
-"""Text under a policy and under the full cache, with times and sizes."""
+"""Generate text under a policy and under the full cache, with times and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WARM_UP_TOKENS = 64
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when every token comes, and passes the text on that is whole."""
+    """Records the time of every token, and passes on complete text."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None] | None) -> None:
         self.times: list[float] = []
@@ -28,12 +28,12 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         self._written = ""
 
     def put(self, value: Tensor) -> None:
-        """The prompt first, then every token."""
+        """Receive the prompt first, then every token."""
         self.times.append(time.perf_counter())
         if self._write is not None and len(self.times) > 1:
             self._tokens += value.flatten().tolist()
             text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-            if text.startswith(self._written) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a letter
+            if text.startswith(self._written) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete character
                 self._write(text[len(self._written) :])
                 self._written = text
 
@@ -45,12 +45,12 @@ def generate(
     model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = (),
     write: Callable[[str], None] | None = None,
 ) -> Generated:  # fmt: skip
-    """Greedy text after the prompt, through `model.generate`.
+    """Generate greedily after a prompt, through `model.generate`.
 
     Args:
-        cache: of kvdsl or of transformers, empty.
-        stop: tokens that end the text as the model's own end-of-text token does, except as its first token.
-        write: is given the text while it comes, piece by piece; the last letters may be missing.
+        cache: an empty cache of kvdsl or transformers.
+        stop: tokens that end the text like the model's own end token, except as its first token.
+        write: receives the text piece by piece; the last characters may be missing.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     clock = _Clock(tokenizer, write)
@@ -76,13 +76,13 @@ def _ending(model: Any, stop: Sequence[int]) -> dict[str, Any]:
 
 
 def padding(tokenizer: Any) -> int | None:
-    """Return the token that fills up a row; None if the tokenizer has none that serves."""
+    """Return a token for padding; None if the tokenizer has no suitable one."""
     pad: int | None = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return pad
 
 
 def generate_full(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int) -> Generated:
-    """The same with transformers' own cache and the model's own attention."""
+    """Generate with transformers' own cache and the model's own attention."""
     from transformers import DynamicCache
 
     return generate(model, tokenizer, prompt, new_tokens, DynamicCache(config=model.config))
@@ -100,7 +100,7 @@ def warm_up(model: Any, tokenizer: Any, prompt: Sequence[int], cache: Any) -> No
 
 
 def warm_up_full(model: Any, tokenizer: Any, prompt: Sequence[int]) -> None:
-    """The same under the full cache, before it is timed."""
+    """Warm up the full cache before it is timed."""
     generate_full(model, tokenizer, prompt[:_WARM_UP_TOKENS], 3)
 
 
@@ -108,21 +108,21 @@ def warm_up_full(model: Any, tokenizer: Any, prompt: Sequence[int]) -> None:
 
 
 def cache_bytes(cache: Any) -> int:
-    """What a cache of kvdsl or of transformers occupies."""
+    """Return the bytes of a cache of kvdsl or transformers."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes())
     return sum(native_bytes(layer) for layer in cache.layers)
 
 
 def full_cache_bytes(cache: Any) -> int:
-    """What keys and values of every token that the model has seen occupy where nothing is evicted."""
+    """Return the bytes that keys and values of every token so far would take without eviction."""
     if hasattr(cache, "full_bytes"):
         return int(cache.full_bytes())
     return sum(_layer_bytes(layer) for layer in cache.layers)
 
 
 def _evicted(cache: Any) -> bool | None:
-    """Whether a token has left any KV head of a cache; None where the policy bounds none, and of a cache that is not kvdsl's."""
+    """Return whether a cache has evicted tokens; None if the policy never evicts, and for transformers' caches."""
     states = [cache.layers[index].state for index in getattr(cache, "managed", ())]
     live = [((state.position >= 0).sum(-1), state.seen) for state in states if state.allocated and state.spec.bounded]
     return any(bool((held < seen[:, None]).any()) for held, seen in live) if live else None
@@ -142,9 +142,9 @@ def _layer_bytes(layer: Any) -> int:
 
 
 def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
-    """Run prompts of equal length through the cache, whole or chunk by chunk; the last logits, float32 [batch, vocabulary].
+    """Run prompts of equal length through the cache, whole or in chunks; return the last logits, float32 [batch, vocabulary].
 
-    A ratio counts the whole prompt, however it is cut.
+    A ratio refers to the whole prompt, regardless of chunks.
     """
     expect_prompt(cache, ids.shape[1])
     size = chunk or ids.shape[1]
@@ -155,13 +155,13 @@ def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
 
 
 def expect_prompt(cache: Any, tokens: int) -> None:
-    """Tell a cache of kvdsl, not one of transformers, how long the prompt will be."""
+    """Set the prompt's length in a cache of kvdsl; transformers' caches ignore it."""
     if hasattr(cache, "expect_prompt"):
         cache.expect_prompt(tokens)
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | None = None) -> Tensor:
-    """The likeliest continuations of prompts of equal length, all of `new_tokens` tokens: int64 [batch, new_tokens]."""
+    """Return greedy continuations of prompts of equal length, `new_tokens` tokens each: int64 [batch, new_tokens]."""
     with torch.inference_mode():
         found = [feed(model, ids.to(model.device), cache, chunk).argmax(-1, keepdim=True)]
         while len(found) < new_tokens:

@@ -1,4 +1,4 @@
-"""Loading a model, and texts as its tokens."""
+"""Load a model, and encode texts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
-    """A causal language model, ready for inference on the best device, and its tokenizer.
+    """Load a causal language model for inference on the best device, and its tokenizer.
 
     Args:
         name: a name of `kvdsl models`, a folder, or the id of a model on the Hugging Face hub; None for the reference model.
-        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the shipped model) or what the checkpoint holds.
+        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the shipped model) or the checkpoint's dtype.
 
     Raises:
-        KvdslError: if there is no such model or dtype, in one line; nothing is fetched for a name of `kvdsl models`.
+        KvdslError: for an unknown model or dtype, with a one-line message. Names of `kvdsl models` are never downloaded here.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise KvdslError(f"`{dtype}` is no dtype; give one of {', '.join(DTYPES)}")
+        raise KvdslError(f"`{dtype}` is not a dtype; use one of {', '.join(DTYPES)}")
     kind = None if dtype is None else DTYPES[dtype]
     if name is None:
         from kvdsl.assets import load_reference_model
@@ -51,7 +51,7 @@ def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first line, and those behind it as long as what they end with announces more."""
+    """Return the first line, and further ones while a line ends as if more follows."""
     found = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         found = f"{found} {line}".strip()
@@ -62,7 +62,7 @@ def _first_sentence(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without its progress bars and warnings."""
+    """Silence the progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -80,40 +80,40 @@ def quiet() -> Iterator[None]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids without special tokens."""
+    """Return token ids without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Token ids with the special tokens that the tokenizer puts around a text by itself."""
+    """Return token ids with the special tokens that the tokenizer adds."""
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
 def first_token(tokenizer: Any) -> list[int]:
-    """What every text that is measured on begins with: the BOS token, where there is one.
+    """Return the first token of every measured text: the BOS token, if there is one.
 
-    Some tokenizers do not put it before a text by themselves (SmolLM2's, whose BOS is `<|im_start|>`).
+    Some tokenizers do not add it themselves, such as SmolLM2's, whose BOS is `<|im_start|>`.
     """
     bos = tokenizer.bos_token_id
     return [] if bos is None else [int(bos)]
 
 
 def windows(tokenizer: Any, text: str, length: int, count: int, *, apart: bool = False) -> Tensor:
-    """`count` stretches of the text, evenly over it, each `length` tokens with its BOS: int64 [count, length].
+    """Return `count` evenly spaced stretches of the text, each `length` tokens including its BOS: int64 [count, length].
 
     Raises:
-        KvdslError: if the text is too short for one, or, if they are to lie `apart`, for all of them.
+        KvdslError: if the text is too short for one, or for all of them without overlap if they must be `apart`.
     """
     bos, ids = first_token(tokenizer), encode(tokenizer, text)
     body = length - len(bos)
     if apart and len(ids) < count * body:
         raise KvdslError(
-            f"the text has {len(ids)} tokens, too few for {count} stretches of {length} that do not overlap; give a longer text, fewer "
+            f"the text has {len(ids)} tokens, too few for {count} stretches of {length} that do not overlap; use a longer text, fewer "
             f"stretches or shorter ones"
         )
     if body < 1 or len(ids) < body:
         raise KvdslError(
-            f"the text has {len(ids)} tokens, fewer than the {body} that one stretch needs; give a longer text or fewer tokens"
+            f"the text has {len(ids)} tokens, fewer than the {body} that one stretch needs; use a longer text or fewer tokens"
         )
     last = len(ids) - body
     starts = [last * index // max(1, count - 1) for index in range(count)]
@@ -121,7 +121,7 @@ def windows(tokenizer: Any, text: str, length: int, count: int, *, apart: bool =
 
 
 def check_length(model: Any, tokens: int) -> None:
-    """Raise KvdslError where a text is longer than the model was made for."""
+    """Raise KvdslError if a text is longer than the model's limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
-        raise KvdslError(f"{tokens} tokens are more than the {limit} that this model was made for; ask for fewer")
+        raise KvdslError(f"{tokens} tokens exceed the model's limit of {limit}; use fewer")

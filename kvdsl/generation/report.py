@@ -1,4 +1,4 @@
-"""Compare texts under several caches and what they cost, in figures and tables. Needs neither torch nor transformers."""
+"""Compare texts and costs of several caches in figures and tables. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Generated:
-    """What one prompt gave.
+    """The result of one prompt.
 
     Attributes:
         token_ms: the time of every token after the first, in order.
-        cache_bytes: what the cache occupies at the end.
-        full_cache_bytes: what keys and values of every token would occupy.
-        evicted: whether a token has left; None of a cache that lets none go.
+        cache_bytes: the cache's size at the end.
+        full_cache_bytes: the size of keys and values of every token.
+        evicted: whether a token was evicted; None for a cache that never evicts.
     """
 
     text: str
@@ -31,17 +31,17 @@ class Generated:
 
     @property
     def tpot_ms(self) -> float:
-        """Median time of a token after the first; NaN if there is none."""
+        """The median time per token after the first; NaN without one."""
         return quartiles(self.token_ms)[1]
 
     def times(self) -> dict[str, float | None]:
-        """`ttft_ms`, and `tpot_ms` with its quartiles, for JSON."""
+        """Return `ttft_ms`, and `tpot_ms` with its quartiles, for JSON."""
         first, median, third = (None if x != x else round(x, 4) for x in quartiles(self.token_ms))
         return {"ttft_ms": round(self.ttft_ms, 4), "tpot_ms": median, "tpot_ms_q1": first, "tpot_ms_q3": third}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return first quartile, median and third quartile of the values that are numbers; NaN if there are none."""
+    """Return first quartile, median and third quartile of the values other than NaN; NaN without any."""
     known = sorted(value for value in values if not math.isnan(value))
     if not known:
         return math.nan, math.nan, math.nan
@@ -52,7 +52,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts have in common from the start."""
+    """Count the tokens that two texts share from the start."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -62,7 +62,7 @@ def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """Print a number of bytes."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -71,7 +71,7 @@ def size(count: float) -> str:
 
 
 def summary_line(name: str, found: Generated) -> str:
-    """What a text cost, in one line."""
+    """Summarize a text's costs in one line."""
     return (
         f"{name}: {found.prompt_tokens} prompt tokens, {len(found.tokens)} new ones; first after {found.ttft_ms:.0f} ms, then "
         f"{rate(found)} tokens a second; cache {_held(found)}"
@@ -79,24 +79,24 @@ def summary_line(name: str, found: Generated) -> str:
     )
 
 
-NOTHING_LEFT = "nothing was evicted yet, since the text is no longer than the budget"
+NOTHING_LEFT = "nothing was evicted, because the text is not longer than the budget"
 
 
 FULL = "full cache"
-"""The column that others are compared with."""
+"""The column to compare others with."""
 
 
 def comparison(found: Mapping[str, Generated]) -> list[Any]:
-    """The texts side by side, a column for every cache, then what they cost.
+    """Return tables of the texts, with a column per cache, and of their costs.
 
     Args:
-        found: by the names of columns; one of them may be `FULL`.
+        found: by column name; one may be `FULL`.
     """
     return [texts({name: one.text for name, one in found.items()}), figures(found)]
 
 
 def texts(columns: Mapping[str, str]) -> Any:
-    """A table of texts."""
+    """Return a table of texts."""
     from rich import box
     from rich.table import Table
 
@@ -108,14 +108,14 @@ def texts(columns: Mapping[str, str]) -> Any:
 
 
 def plain(text: str) -> Any:
-    """A text in one paragraph, whatever brackets are in it."""
+    """Print a text as one paragraph, escaping brackets."""
     from rich.text import Text
 
     return Text(" ".join(text.split()))
 
 
 def figures(found: Mapping[str, Generated]) -> Any:
-    """A table of what the caches cost and, where the full one is there, how far the texts agree with its."""
+    """Return a table of the caches' costs and, with a full cache, of the texts' agreement with its text."""
     from rich import box
     from rich.table import Table
 
@@ -139,7 +139,7 @@ def figures(found: Mapping[str, Generated]) -> Any:
 
 
 def _held(one: Generated, full: Generated | None = None) -> str:
-    """What a cache occupies, and which share of the full one that is; of one that has room left, what it holds."""
+    """Print a cache's size, and its ratio to the full one; for a cache with room left, what it holds."""
     if one.evicted is False:
         return f"{size(one.full_cache_bytes)} held, room for {size(one.cache_bytes)}"
     share = "" if full is None or one is full else f" ({one.cache_bytes / full.cache_bytes:.0%})"
@@ -147,7 +147,7 @@ def _held(one: Generated, full: Generated | None = None) -> str:
 
 
 def shared_words(found: str, wanted: str) -> float:
-    """Share of words, counted as often as they occur, that two texts have in common (ROUGE-1's F-measure without stemming)."""
+    """Return the ratio of words, counted with repetition, that two texts share (ROUGE-1's F-measure without stemming)."""
     from collections import Counter
 
     a, b = Counter(found.lower().split()), Counter(wanted.lower().split())
@@ -156,5 +156,5 @@ def shared_words(found: str, wanted: str) -> float:
 
 
 def rate(found: Generated) -> str:
-    """Tokens a second after the first: all of them, also where a policy evicts many at once now and then."""
+    """Return tokens per second after the first, over all of them, because a policy may evict many at once."""
     return "-" if not found.token_ms else f"{1000 * len(found.token_ms) / sum(found.token_ms):.0f}"

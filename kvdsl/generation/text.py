@@ -1,4 +1,4 @@
-"""The text that a model goes on from, or is measured on. Nothing here needs torch."""
+"""The text to continue, or to measure. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvdsl.files import is_standard_input, read_standard_input
 
 
 def read_text(path: Path | None) -> str:
-    """A text file, in a command `-` for standard input, or the book that comes with kvdsl-lab.
+    """Read a text file, standard input for `-`, or the book of kvdsl-lab.
 
     Raises:
-        KvdslError: if the file is not UTF-8, or holds nothing.
+        KvdslError: if the file is not UTF-8, or is empty.
     """
     if path is None:
         from kvdsl.assets import book_text
@@ -28,11 +28,11 @@ def read_text(path: Path | None) -> str:
 
 
 _PAGE_CHARACTERS = 2800
-"""About a printed page and a half."""
+"""The length of about one and a half printed pages."""
 
 
 def page(number: int = 3) -> str:
-    """A page of the book that comes with kvdsl-lab, from the beginning of a sentence to the end of one."""
+    """Return a page of the book of kvdsl-lab, from the start of a sentence to the end of one."""
     text = read_text(None)
     start = _sentence_end(text, number * _PAGE_CHARACTERS)
     return text[start : _sentence_end(text, start + _PAGE_CHARACTERS)].strip()

@@ -1,7 +1,7 @@
-"""The reference interpreter: what a policy means, in NumPy and float64, slow and obvious.
+"""The reference interpreter defines what a policy means, in NumPy and float64, slow and obvious.
 
-It sees one KV head of one layer of one row; a `Layer` sees heads that decide together, and a `Text` its prompts and what is
-decoded after each. Every backend is tested against it, so nothing in here comes from a backend.
+An `Interpreter` runs one KV head of one layer of one row, a `Layer` heads that decide together, and a `Text` a row's prompts and the
+tokens decoded after each. Every backend is tested against it, so it uses no code of a backend.
 
     numbers = resolve(policy, {"budget": 64}, prompt=100)
     interpreter = Interpreter(policy, numbers, Call(scaling=0.125))

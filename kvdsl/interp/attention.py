@@ -14,15 +14,15 @@ from kvdsl.interp.rotation import Rope
 
 @dataclass(frozen=True)
 class Call:
-    """What the attention module adds to q, k and v.
+    """Options of the attention module.
 
     Attributes:
-        scaling: factor of the dot products.
+        scaling: the softmax scale.
         softcap: logits become softcap * tanh(logit / softcap), or None.
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [G] learned logits that join the softmax's denominator, or None.
-        slopes: [G] what each place that a token stands behind the query takes from its logit (ALiBi), or None.
-        rope: how keys and queries are rotated, for compact positions; None where positions do not rotate them.
+        slopes: [G] ALiBi slopes, subtracted from the logit per position of distance, or None.
+        rope: the rotation of keys and queries, for compact positions; None if positions do not rotate them.
     """
 
     scaling: float = 1.0
@@ -33,20 +33,20 @@ class Call:
     slopes: Array | None = None
 
     def of(self, head: int) -> Call:
-        """The same for one query head of the group."""
+        """Return the options of one query head of the group."""
         sinks, slopes = (None if x is None else x[head : head + 1] for x in (self.sinks, self.slopes))
         return replace(self, sinks=sinks, slopes=slopes)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What one query token gives.
+    """The result of one query token.
 
     Attributes:
         out: [G, Dv].
-        probs: [G, n] softmax probabilities, 0 where the query does not attend to the slot.
-        logits: [G, n] scaled and capped scores before softmax, -inf where the query does not attend to the slot.
-        visible: [n] bool, what a query head attends to.
+        probs: [G, n] softmax probabilities, 0 for slots that the query does not attend to.
+        logits: [G, n] scaled and capped scores before softmax, -inf for slots that the query does not attend to.
+        visible: [n] bool, the slots that any query head attends to.
     """
 
     out: Array
@@ -56,7 +56,7 @@ class Attention:
 
 
 def is_visible(position: Indices, newest: int, window: int | None) -> Mask:
-    """Which slots, [n], the query at text position `newest` sees. A negative position is a free slot."""
+    """Return which slots, [n], the query at text position `newest` sees. A negative position is a free slot."""
     visible = (position >= 0) & (position <= newest)
     return visible if window is None else visible & (newest - position < window)
 
@@ -79,9 +79,9 @@ def attend(
         key, value, position: [n, D], [n, Dv], [n].
         q: [G, D], the group's query heads.
         newest: the query's position in the text.
-        selected: [n] the slots that it attends to, of those that it sees, or [G, n] those of each query head; None: all.
-        distance: [n] how many places each slot stands behind the query; None: as in the text.
-        weight: [1, n] how many times each slot counts, or [G, n] of each query head; one that is no positive number has no share.
+        selected: which visible slots to attend to, [n], or [G, n] per query head; None for all.
+        distance: [n] how far each slot is behind the query; None for the distance in the text.
+        weight: how many times each slot counts, [1, n], or [G, n] per query head; slots without a positive weight are excluded.
     """
     if selected is not None and selected.ndim == 2:
         heads = [
@@ -106,13 +106,13 @@ def attend(
 
 
 def _joined(heads: Sequence[Attention]) -> Attention:
-    """What query heads give that attend by themselves."""
+    """Concatenate query heads that attended separately."""
     out, probs, logits = (np.concatenate([getattr(head, name) for head in heads]) for name in ("out", "probs", "logits"))
     return Attention(out, probs, logits, np.asarray(np.stack([head.visible for head in heads]).any(axis=0)))
 
 
 def _softmax(logits: Array, sinks: Array | None) -> Array:
-    """Probabilities [G, n]; a head's sink takes its share and gives nothing."""
+    """Return probabilities [G, n]; a head's sink joins the denominator only."""
     shares = logits if sinks is None else np.concatenate([logits, sinks[:, None]], axis=1)
     weights = np.exp(shares - shares.max(axis=1, keepdims=True))
     probs: Array = weights / weights.sum(axis=1, keepdims=True)
@@ -120,7 +120,7 @@ def _softmax(logits: Array, sinks: Array | None) -> Array:
 
 
 def at_ranks(key: Array, position: Indices, q: Array, newest: int, rope: Rope | None) -> tuple[Array, Array]:
-    """Keys [n, D] and query [G, D] turned from their places in the text to their ranks among the live slots."""
+    """Rotate keys [n, D] and query [G, D] from their positions in the text to their ranks among the live slots."""
     if rope is None:
         return key, q
     rank = np.array([np.count_nonzero(position < own) for own in position])
@@ -128,12 +128,12 @@ def at_ranks(key: Array, position: Indices, q: Array, newest: int, rope: Rope | 
 
 
 def rank_distances(position: Indices, newest: int) -> Indices:
-    """How many places each live slot, [n], stands behind the query at text position `newest` among the live ones."""
+    """Return how far each live slot, [n], is behind the query at text position `newest`, counted in live slots."""
     return np.array([np.count_nonzero(position < newest) - np.count_nonzero(position < own) for own in position])
 
 
 def over_group(x: Array, how: Literal["mean", "max", "sum", "each"]) -> Array:
-    """Reduce what the group's query heads gave, [G, ...] to [...]. Under `each`, where no expression asks for it, it is the mean."""
+    """Reduce over the group's query heads, [G, ...] to [...]. Under `each`, where no expression reads the result, it is the mean."""
     if how in ("mean", "each"):
         return np.asarray(x.mean(axis=0))
     return np.asarray(x.max(axis=0) if how == "max" else x.sum(axis=0))

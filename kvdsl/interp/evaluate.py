@@ -1,9 +1,8 @@
-"""Expressions: from an IR tree and what it sees at one moment to numbers.
+"""Evaluate expressions at one moment.
 
-Every value is an array of two dimensions, slots by dims, of size 1 along an axis over which it does not vary:
-a number is [1, 1], a value per slot [n, 1], a query vector [1, D], the keys [n, D]. NumPy's broadcasting is then
-the language's. There is no axis for queries: an expression is evaluated for one query at a time, and what was
-over queries comes from the memory.
+Every value is an array of two dimensions, slots by dims, with size 1 along an axis over which it does not vary: a number is [1, 1], a
+value per slot [n, 1], a query vector [1, D], the keys [n, D]. The language's broadcasting is then NumPy's. There is no query axis:
+expressions are evaluated for one query at a time, and reductions over queries come from the memory.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int64]
 Remembered: TypeAlias = "Reduce | Fold | ColumnRef"
-"""What an expression asks of the memory: a reduction over queries, a fold, or a state column."""
+"""What the memory provides: a reduction over queries, a fold, or a state column."""
 
 
 class Rotation(Protocol):
-    """How a model rotates; see `kvdsl.interp.rotation.Rope`."""
+    """A model's rotation; see `kvdsl.interp.rotation.Rope`."""
 
     def rotate(self, x: Array, shift: Array) -> Array:
-        """The vectors, [..., dim], turned on by `shift` places, [...]."""
+        """Rotate vectors, [..., dim], by `shift` positions, [...]."""
 
     def pairs(self, x: Array) -> Array:
-        """At each dim the length of its pair."""
+        """Return at each dim the L2 norm of its pair."""
 
 
 def _remembers_nothing(leaf: Remembered) -> Array:
@@ -48,22 +47,22 @@ class Scope:
     """What an expression sees at one moment.
 
     Attributes:
-        slots: how many slots there are: those that the query sees, or the live ones in a settle.
+        slots: the number of slots: those that the query sees, or the live ones in a settle.
         dims: the size of a key.
         inputs: the inputs by name, each [slots or 1, dims or 1].
         params: the policy's params.
-        tensors: what its tensors have for the KV head, [1, dims or 1] each; a matrix [dims, rank].
-        given: what the caller gave of the slots' tokens, [slots, 1] each.
-        recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
-        random: the slots' random numbers, [slots, 1].
-        page: the tokens of a page. `page_after`: those before the page from which pages are counted.
+        tensors: the tensors' values for the KV head, [1, dims or 1] each; a matrix is [dims, rank].
+        given: the caller's values of the slots' tokens, [slots, 1] each.
+        recall: returns the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
+        random: returns the slots' random numbers, [slots, 1].
+        page: the tokens of a page. `page_after`: the tokens before the first page.
         sketch: the sketch's dims, ascending; None before the first sketch.
-        unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
-        rope: how the model rotates; None where positions do not rotate.
-        text: the prompt's queries where a score reads them: the place of each, and its query heads, [G, D].
-        group, query_head: how many query heads share the KV head, and which is asked; `over_group` reduces what they gave, [G, ...].
-        known: values of parts of an expression, in the body of a reduction over others: what the slot and the other ones have.
-        heads: the layer's KV heads, where all of them are asked together; in a score, `place` is this one's among them.
+        unprotected: [slots] the slots that pools count; None where nothing can be pooled.
+        rope: the model's rotation; None if positions do not rotate.
+        text: the prompt's queries, as position and query heads [G, D], if a score reads them.
+        group, query_head: the number of query heads of the KV head, and the current one; `over_group` reduces their values, [G, ...].
+        known: values of parts of an expression in the body of a reduction over others, for the slot and the other ones.
+        heads: the layer's KV heads, for expressions over all of them; in a score, `place` is this head's index among them.
     """
 
     slots: int
@@ -90,25 +89,25 @@ class Scope:
 
 @dataclass(frozen=True)
 class Peer:
-    """A KV head of the layer: what it sees, and the value of an expression for it, [slots or 1, 1], its group reduced."""
+    """A KV head of the layer: its scope, and a function for the value of an expression, [slots or 1, 1], reduced over its group."""
 
     scope: Scope
     value: Callable[[Expr, Scope], Array]
 
 
 def number(value: float) -> Array:
-    """A number as a value: [1, 1]."""
+    """Return a number as a value, [1, 1]."""
     return np.array([[value]], dtype=np.float64)
 
 
 def per_slot(values: object) -> Array:
-    """One number per slot as a value: [n] to [n, 1]."""
+    """Return one number per slot as a value, [n] to [n, 1]."""
     return np.asarray(values, dtype=np.float64).reshape(-1, 1)
 
 
 @np.errstate(all="ignore")
 def evaluate(expr: Expr, scope: Scope) -> Array:
-    """The value of an expression, [slots or 1, dims or 1].
+    """Return the value of an expression, [slots or 1, dims or 1].
 
     Arithmetic and comparisons are IEEE's: x / 0 is infinite or NaN, and a NaN equals nothing.
     """
@@ -127,7 +126,7 @@ def _tensor(expr: TensorRef, scope: Scope) -> Array:
 
 
 def _call(expr: Call, scope: Scope) -> Array:
-    """Of an operation that is not elementwise its meaning decides in what scope its operands are found."""
+    """Evaluate an operation; one that is not elementwise evaluates its operands itself."""
     if expr.op in _OPERATIONS:
         return _OPERATIONS[expr.op](scope, *expr.args)
     return _ELEMENTWISE[expr.op](*(_value(arg, scope) for arg in expr.args))
@@ -142,37 +141,37 @@ def _reduce(expr: Reduce, scope: Scope) -> Array:
 
 
 def next_of(fold: Fold, scope: Scope) -> Array:
-    """What a fold comes to next, [slots or 1, 1]: its body, of what it came to before."""
+    """Return the next value of a fold, [slots or 1, 1]: its body at the previous value."""
     before = _begun(scope.recall(fold), _value(fold.start, scope))
     return _value(fold.body, replace(scope, inputs={**scope.inputs, PREVIOUS.name: before}))
 
 
 def _folded(fold: Fold, scope: Scope) -> Array:
-    """What a fold has come to: NaN where it begins with what the first query gives, and none has given anything."""
+    """Return the value of a fold: NaN before the first query if the first query gives its start."""
     held = scope.recall(fold)
     return held if Axis.QUERY in axes_of(fold.start) else _begun(held, _value(fold.start, scope))
 
 
 def evaluate_number(expr: Expr, scope: Scope) -> float:
-    """The value of an expression without axes."""
+    """Return the value of an expression without axes."""
     return float(evaluate(expr, scope).item())
 
 
 def evaluate_slots(expr: Expr, scope: Scope) -> Array:
-    """The value of an expression with at most the slots' axis: [slots]."""
+    """Return the value of an expression with at most the slot axis, [slots]."""
     values: Array = np.broadcast_to(evaluate(expr, scope), (scope.slots, 1))[:, 0].copy()
     return values
 
 
 def evaluate_group(expr: Expr, scope: Scope) -> Array:
-    """The value of what a settle ranks by, [slots]: what differs between query heads is found for each, then reduced over the group."""
+    """Return what a settle ranks by, [slots]; values that differ between query heads are reduced over the group."""
     if not differs_by_query_head(expr):
         return evaluate_slots(expr, scope)
     return scope.over_group(np.stack([evaluate_slots(expr, replace(scope, query_head=head)) for head in range(scope.group)]))
 
 
 def differs_by_query_head(expr: Expr) -> bool:
-    """Whether a value of a settle differs between the query heads of a group; what pools is reduced before."""
+    """Return whether a settle's value differs between the query heads of a group. Pools reduce over the group first."""
     if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
         return False
     own = (isinstance(expr, TensorRef) and expr.group) or expr == Input(name="q")
@@ -180,15 +179,15 @@ def differs_by_query_head(expr: Expr) -> bool:
 
 
 def _over_text(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over the prompt's queries, of one query head."""
+    """Reduce over the prompt's queries, for one query head."""
     first = 0.0 if expr.after is None else evaluate_number(expr.after, scope)
     position, found, holds = scope.inputs["position"], [], []
     for place, heads in scope.text:
         if place >= first:
             own = {"q": heads[scope.query_head][None], "query_position": number(place), "age": place - position}
-            asked = replace(scope, inputs={**scope.inputs, **own})
-            found.append(_value(expr.body, asked))
-            holds.append(number(1) if expr.where is None else _value(expr.where, asked))
+            at_query = replace(scope, inputs={**scope.inputs, **own})
+            found.append(_value(expr.body, at_query))
+            holds.append(number(1) if expr.where is None else _value(expr.where, at_query))
     if not found:
         return np.full((1, scope.dims if Axis.DIM in axes_of(expr.body) else 1), REDUCTIONS[expr.op].of_nothing)
     reduced: Array = _where_it_holds(expr, np.stack(found), np.stack(holds))[0]
@@ -196,18 +195,16 @@ def _over_text(expr: Reduce, scope: Scope) -> Array:
 
 
 def _pairs(scope: Scope, vector: Expr) -> Array:
-    """The lengths of a vector's pairs."""
     x = _value(vector, scope)
     return np.abs(x) if scope.rope is None else scope.rope.pairs(x)
 
 
 def _turn(scope: Scope, vector: Expr, by: Expr) -> Array:
-    """A vector, turned on by places."""
     return _turned(_value(vector, scope), _value(by, scope), scope)
 
 
 def _ahead(scope: Scope, vector: Expr, by: Expr, step: Expr | None = None) -> Array:
-    """The mean of a vector, turned back by the places of queries to come."""
+    """Return the mean of a vector, rotated back by the positions of future queries."""
     x = _value(vector, scope)
     newest, count = float(scope.inputs["seen"].item()) - 1, int(at_least_one(evaluate_number(by, scope)))
     factor = None if step is None else evaluate_number(step, scope)
@@ -234,7 +231,7 @@ def _random(scope: Scope) -> Array:
 
 
 def _leverage(scope: Scope, vector: Expr, add: Expr) -> Array:
-    """From the definition: x (XᵀX + ridge)⁻¹ x of each row x of X."""
+    """Evaluate the definition: x (XᵀX + ridge I)⁻¹ x for each row x of X."""
     x = _value(vector, scope)
     x = np.broadcast_to(x, (scope.slots, x.shape[1]))
     size, ridge = x.shape[1], evaluate_number(add, scope)
@@ -247,7 +244,7 @@ def _leverage(scope: Scope, vector: Expr, add: Expr) -> Array:
 
 
 def _over_heads(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over the layer's KV heads, of a number of each, or position by position: these hold the same ones."""
+    """Reduce over the layer's KV heads: one number each, or one per position, which all of them hold."""
     values, holds = (
         [number(1) if part is None else peer.value(part, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
         for part in (expr.body, expr.where)
@@ -265,9 +262,9 @@ def _over_heads(expr: Reduce, scope: Scope) -> Array:
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over slots, or over those with each slot's key, of its page, or of the next.
+    """Reduce over slots: all, those with each slot's key, those of its page or of the next.
 
-    What does not vary over slots counts once for each.
+    A body that does not vary over slots counts once for each.
     """
     body = _value(expr.body, scope)
     body = np.broadcast_to(body, (scope.slots, body.shape[1]))
@@ -286,10 +283,10 @@ def _over_slots(expr: Reduce, scope: Scope) -> Array:
 
 
 def _where_it_holds(expr: Reduce, x: Array, holds: Array) -> Array:
-    """The reduction along the first axis of what the condition holds for: straight from the definition, line by line."""
+    """Reduce along the first axis where the condition holds, straight from the definition, line by line."""
     if expr.where is None:
         return fold(expr.op, x, axis=0)
-    x = np.where(_truth(holds), x, x)  # as large as both
+    x = np.where(_truth(holds), x, x)  # broadcast to the shape of both
     chosen = np.broadcast_to(_truth(holds), x.shape)
     lines, masks = x.reshape(len(x), -1), chosen.reshape(len(x), -1)
     of_nothing = REDUCTIONS[expr.op].of_nothing
@@ -301,7 +298,7 @@ def _where_it_holds(expr: Reduce, x: Array, holds: Array) -> Array:
 
 
 def _over_others(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over all other slots, or over all with the slot itself, of each slot in turn."""
+    """Reduce over all other slots, or also the slot itself, for each slot in turn."""
     both = (expr.body,) if expr.where is None else (expr.body, expr.where)
     parts = {part: _of_every_slot(part, scope) for expr_ in both for part in of_one_slot(expr_)}
     place, reduced = np.arange(scope.slots), []
@@ -319,13 +316,13 @@ def _over_others(expr: Reduce, scope: Scope) -> Array:
 
 
 def _of_every_slot(part: Expr, scope: Scope) -> Array:
-    """What every slot has of a part that belongs to one of two that are compared, [slots, dims or 1]."""
+    """Return for every slot a part that belongs to one of two compared slots, [slots, dims or 1]."""
     found = _value(part.body if isinstance(part, Other) else part, scope)
     return np.broadcast_to(found, (scope.slots, found.shape[1]))
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over dims, or over those of the sketch. What does not vary over dims counts once for each."""
+    """Reduce over dims, or those of the sketch. A body that does not vary over dims counts once for each."""
     body, holds = _value(expr.body, scope), None if expr.where is None else _truth(_value(expr.where, scope))
     rows, dims = body.shape if holds is None else np.where(holds, body, body).shape
     varies = any(part is not None and Axis.DIM in axes_of(part) for part in (expr.body, expr.where))
@@ -339,7 +336,7 @@ def _over_dims(expr: Reduce, scope: Scope) -> Array:
 
 
 def _over_some_dims(op: str, x: Array, holds: Mask) -> Array:
-    """The reduction of the dims for which a condition holds, [n, D] each to [n, 1], adding in the same order as all of them."""
+    """Reduce the dims for which a condition holds, [n, D] each to [n, 1], with the same order of additions as without a filter."""
     if op in ("max", "min"):
         return over_dims(op, np.where(holds, x, REDUCTIONS[op].of_nothing))
     if op == "sum":
@@ -355,7 +352,7 @@ def _over_some_dims(op: str, x: Array, holds: Mask) -> Array:
 
 @np.errstate(all="ignore")
 def over_dims(op: str, x: Array) -> Array:
-    """Reduce dims, [n, D] to [n, 1], adding them in the order that all backends share."""
+    """Reduce dims, [n, D] to [n, 1], in the order of additions that all backends share."""
     if op not in ("sum", "mean", "var", "std"):
         return fold(op, x, axis=1)
     if op == "sum":
@@ -369,7 +366,7 @@ def over_dims(op: str, x: Array) -> Array:
 
 
 def _folded_in_half(x: Array) -> Array:
-    """The sum of the dims: zeros make them a power of two, then the second half is added to the first until one is left."""
+    """Sum the dims: pad with zeros to a power of two, then add the second half to the first until one is left."""
     size = 1
     while size < x.shape[1]:
         size *= 2
@@ -381,7 +378,7 @@ def _folded_in_half(x: Array) -> Array:
 
 
 def _rank(expr: Rank, scope: Scope) -> Array:
-    """How many slots, of all, of its page or of all heads, come before each in the order in which slots rank."""
+    """Return each slot's rank: among all slots, those of its key, of its page, or of all heads."""
     if expr.within == "heads":
         return _rank_over_heads(expr, scope)
     body, position = evaluate_slots(expr.body, scope), scope.inputs["position"][:, 0]
@@ -398,7 +395,7 @@ def _rank(expr: Rank, scope: Scope) -> Array:
 
 
 def _rank_over_heads(expr: Rank, scope: Scope) -> Array:
-    """Of equals the older comes first, then the lower head's."""
+    """Rank the slots of all heads. Among equals the older comes first, then the lower head's."""
     found = [evaluate_slots(expr.body, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
     places = np.concatenate([peer.scope.inputs["position"][:, 0] for peer in scope.heads])
     heads = np.repeat(np.arange(len(found)), [len(one) for one in found])
@@ -409,7 +406,7 @@ def _rank_over_heads(expr: Rank, scope: Scope) -> Array:
 
 
 def _enough(scope: Scope, values: Expr, share: Expr, order: Expr) -> Array:
-    """How many slots it takes, the highest first, until their values come to a share of the sum over all."""
+    """Count the slots, the highest first, until their values reach a share of the total."""
     body, by = (evaluate_slots(part, scope) for part in (values, order))
     highest_first = ascending(by, scope.inputs["position"][:, 0].astype(np.int64))[::-1]
     sums = np.cumsum(body[highest_first])
@@ -418,7 +415,7 @@ def _enough(scope: Scope, values: Expr, share: Expr, order: Expr) -> Array:
 
 
 def _pool(op: str, scope: Scope, values: Expr, size: Expr) -> Array:
-    """Each unprotected slot with its neighbours among these, in the order of the text; a protected one by itself."""
+    """Pool each unprotected slot with its unprotected neighbours in the order of the text; a protected slot is alone."""
     if scope.unprotected is None:
         raise LookupError("only a score can pool")
     body = evaluate_group(values, scope)
@@ -433,40 +430,40 @@ def _pool(op: str, scope: Scope, values: Expr, size: Expr) -> Array:
 
 
 def ascending(x: Array, position: Array | Indices) -> Indices:
-    """Indices from lowest to highest: NaN below everything, -0 equal to +0, of equals the older first."""
+    """Return indices from lowest to highest: NaN lowest, -0 equal to +0, among equals the older first."""
     is_number = ~np.isnan(x)
     return np.lexsort((position, np.where(is_number, x, 0), is_number)).astype(np.int64)
 
 
 def page_of(position: Array | Indices, page: float, after: float = 0) -> Indices:
-    """The page, [n], that holds each position; pages count from 0, behind the first `after` tokens."""
+    """Return the page, [n], of each position; pages count from 0, after the first `after` tokens."""
     return np.floor((position - after) / page).astype(np.int64)
 
 
 @np.errstate(over="ignore")
 def as_float32(x: Array) -> Array:
-    """The numbers as float32 has them; what is too large there is infinite."""
+    """Round to float32; numbers too large for it become infinite."""
     return x.astype(np.float32).astype(np.float64)
 
 
 def floored(count: float) -> float:
-    """Counts of tokens are floored; inf and NaN stay what they are."""
+    """Round a count of tokens down; inf and NaN stay as they are."""
     return float(math.floor(count)) if math.isfinite(count) else count
 
 
 def counted(count: float) -> float:
-    """A count of tokens: floored, and 0 where it is less or NaN."""
+    """Round a count of tokens down; negative ones and NaN become 0."""
     count = floored(count)
     return count if count > 0 else 0.0
 
 
 def some(count: float) -> float:
-    """A count of which 0 means another thing: floored, but 1 where it is more than 0 and less than 1; 0 where it is less or NaN."""
+    """Round a count down whose 0 has a special meaning: 0 < count < 1 becomes 1; negative ones and NaN become 0."""
     return 1.0 if 0 < count < 1 else counted(count)
 
 
 def at_least_one(count: float) -> float:
-    """A count of what there must be some of: floored, and 1 where it is less or NaN."""
+    """Round a count down, but return at least 1, also for NaN."""
     count = floored(count)
     return count if count > 1 else 1.0
 
@@ -479,7 +476,7 @@ def fold(op: str, x: Array, axis: int) -> Array:
 
 
 def _quantile(x: Array, p: float) -> Array:
-    """Between the two values around the place p * (n - 1) of them in order; NaN if one of them is."""
+    """Interpolate between the two values around index p * (n - 1) of the sorted ones; NaN if any value is."""
     x, place = np.sort(x), min(max(p, 0), 1) * (len(x) - 1)
     low, high, rest = x[math.floor(place)], x[math.ceil(place)], place - math.floor(place)
     between: Array = low if rest == 0 else (1 - rest) * low + rest * high
@@ -496,14 +493,14 @@ _REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
     "median": np.median,
     "last": lambda x, axis: x.take(np.array(-1), axis),
 }
-"""What the reductions of `kvdsl.ir.ops` mean, but for `ema`, which is `kvdsl.interp.memory.over_queries`."""
+"""The definitions of the reductions of `kvdsl.ir.ops`, except `ema`, which is in `kvdsl.interp.memory.over_queries`."""
 
 WITH_ARGUMENT: dict[str, Callable[[Array, float], Array]] = {"quantile": _quantile}
-"""What those with an argument mean, of what one slot was given."""
+"""The definitions of reductions with an argument, for the values of one slot."""
 
 
 def _truth(x: Array) -> Mask:
-    """A number holds where it is not 0; so a NaN does."""
+    """Convert numbers to truth: everything but 0 is true, NaN too."""
     mask: Mask = x != 0
     return mask
 
@@ -540,7 +537,7 @@ _ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "-": np.subtract,
     "*": np.multiply,
     "/": np.divide,
-    "%": np.mod,  # the remainder of the floored quotient: it has the divisor's sign
+    "%": np.mod,  # floored: the remainder has the divisor's sign
     "**": np.power,
     "<": lambda a, b: _as_number(a < b),
     "<=": lambda a, b: _as_number(a <= b),
@@ -583,4 +580,4 @@ _VALUES: dict[str, Callable[..., Array]] = {
     "rank": _rank,
     "fold": lambda expr, scope: _folded(expr, scope) if expr.over == "queries" else next_of(expr, scope),
 }
-"""What every kind of node is, but for `Other`, which is known in a reduction over others."""
+"""The value of each kind of node, except `Other`, which only a reduction over others knows."""

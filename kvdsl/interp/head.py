@@ -13,18 +13,18 @@ from kvdsl.interp.memory import Columns, Memory
 
 @dataclass
 class Head:
-    """What one KV head has cached. Every slot here is live; new ones come last.
+    """The cache of one KV head. All slots are live, the newest last.
 
     Attributes:
         key, value: [n, D], [n, Dv].
-        position: [n] places in the text, each once, in any order.
-        memory: what the queries gave the slots.
-        seen: the row's tokens so far: the position of its next token.
+        position: [n] positions in the text, each once, in any order.
+        memory: what past queries left per slot.
+        seen: the row's tokens so far, which is the position of the next token.
         sketch: the dims of the newest sketch, ascending; None before the first.
-        given: [n] what the caller gave of the tokens, by name.
-        text: the prompt's queries, where the score reads them until it settles: the place of each, and its query heads, [G, D].
-        group: how many query heads it serves.
-        prompt_from: the place of the last prompt's first token.
+        given: [n] the caller's values per token, by name.
+        text: the prompt's queries, as position and query heads [G, D], if the score reads them, until it settles.
+        group: the number of query heads.
+        prompt_from: the position of the last prompt's first token.
     """
 
     key: Array
@@ -40,16 +40,16 @@ class Head:
 
     @property
     def live(self) -> int:
-        """How many slots hold a token."""
+        """The number of slots."""
         return len(self.position)
 
     @property
     def columns(self) -> dict[str, Array]:
-        """The state columns by name, [n] each and [n, N] of a ring; none where the memory is a history."""
+        """The state columns by name, [n] each and [n, N] for a ring; empty if the memory is a history."""
         return dict(self.memory.values) if isinstance(self.memory, Columns) else {}
 
     def append(self, key: Array, value: Array, given: Mapping[str, Array]) -> None:
-        """Put L tokens, [L, D], [L, Dv] and [L] each, into new slots; the memory has to be told by the caller."""
+        """Append L tokens, [L, D], [L, Dv] and [L] each. The caller updates the memory."""
         before = {name: self.given.get(name, np.full(self.live, np.nan)) for name in given}
         self.given = {name: np.concatenate([before[name], values]) for name, values in given.items()}
         self.key = np.concatenate([self.key, key])
@@ -65,7 +65,7 @@ class Head:
         self.memory.keep(kept)
 
     def clone(self) -> Head:
-        """An independent copy."""
+        """Return an independent copy."""
         given = {name: values.copy() for name, values in self.given.items()}
         return Head(
             self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch, given,

@@ -1,4 +1,4 @@
-"""What a policy reads from outside, in the interpreter: tensors of files, and what the caller gives of tokens."""
+"""Inputs from outside in the interpreter: tensors of files, and the caller's values per token."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvdsl.ir.nodes import Policy, Tensor
 from kvdsl.tensorfile import AXES, Stored
 
 Supplied = Mapping[str, Array]
-"""The policy's `given` values by name: [L] of a head's new tokens, [H, L] of a layer's."""
+"""The policy's `given` values by name: [L] for a head's new tokens, [H, L] for a layer's."""
 
 NOTHING: Supplied = MappingProxyType({})
 
 
 def of_head(supplied: Supplied, head: int, tokens: slice = slice(None)) -> dict[str, Array]:
-    """What a layer's is for some tokens of a head."""
+    """Return a head's part of a layer's values, for some tokens."""
     return {name: np.asarray(values, dtype=np.float64)[head, tokens] for name, values in supplied.items()}
 
 
 def filled(policy: Policy, supplied: Supplied, tokens: int) -> dict[str, Array]:
-    """The values of so many tokens, [tokens] each, rounded to float32 as everywhere; where nothing is given, the default.
+    """Return all given values of `tokens` tokens, [tokens] each, rounded to float32 like everywhere; missing ones have their default.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if a missing value has no default.
     """
     found = {}
     for given in policy.given:
@@ -43,13 +43,13 @@ def filled(policy: Policy, supplied: Supplied, tokens: int) -> dict[str, Array]:
 
 
 Tensors = Mapping[str, Array]
-"""Of each tensor all that its file has, by name, over the axes of its statement."""
+"""The whole contents of each tensor by name, with the axes of its statement."""
 
 NO_TENSORS: Tensors = MappingProxyType({})
 
 
 def values(stored: Stored) -> Array:
-    """What a file holds, rounded to float32 as everywhere."""
+    """Return a file's numbers, rounded to float32 like everywhere."""
     if stored.dtype == "BF16":
         bits = np.frombuffer(stored.data, "<u2").astype("<u4") << 16
         numbers = bits.view("<f4")
@@ -59,7 +59,7 @@ def values(stored: Stored) -> Array:
 
 
 def rows_of(policy: Policy, tensors: Tensors, layer: int, head: int) -> dict[str, Array]:
-    """What expressions of a KV head read, [1, dims or 1] each, of a matrix [dims, rank]; of query heads [group, dims(, rank)]."""
+    """Return each tensor's part for a KV head, [1, dims or 1], or a matrix [dims, rank]; with query heads [group, dims(, rank)]."""
     return {tensor.name: _row(tensor, tensors[tensor.name], layer, head) for tensor in policy.tensors}
 
 

@@ -1,6 +1,6 @@
-"""The heads of a layer, or of several layers, that decide together: forwards, and who leaves.
+"""Heads of one or several layers that decide together: forwards and evictions.
 
-Where every head decides by itself, a layer does to each what `kvdsl.interp.machine.Interpreter` does.
+Heads that decide alone behave as in `kvdsl.interp.machine.Interpreter`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kvdsl.interp.step import Attended, Step
 from kvdsl.ir.nodes import Policy
 
 Numbered = Numbers | Sequence[Numbers]
-"""A layer's numbers: the same for all its KV heads, or those of each."""
+"""A layer's numbers, the same for all its KV heads or one for each."""
 
-Leaving = Callable[[int, Numbers], int]
-"""How many of so many live slots must leave."""
+Evictions = Callable[[int, Numbers], int]
+"""Returns how many of the live slots to evict."""
 
 
 class Layer:
-    """Runs one policy on heads that may have to agree. Arrays have the heads as a leading axis, layer by layer.
+    """Runs one policy on heads that may have to agree. The heads are the leading axis of arrays, layer by layer.
 
     Args:
-        numbers: the layer's numbers, or those of several layers, which then take every step together.
-        call: what the attention module adds, for all heads or for each, layer by layer.
+        numbers: the layer's numbers, or those of several layers, which then run every step together.
+        call: options of attention, for all heads or for each, layer by layer.
         heads: KV heads of a layer.
         head_offset: the first head's index.
-        tensors: what the policy's files hold.
-        kv_dtype: what keys and values are stored in, see `kvdsl.interp.rounding`.
+        tensors: the contents of the policy's files.
+        kv_dtype: the storage type of keys and values, see `kvdsl.interp.rounding`.
 
     Attributes:
-        machines: what runs each head by itself, layer by layer.
+        machines: one per head, layer by layer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Layer:
         )
 
     def empty(self, key_dim: int = 0, value_dim: int = 0) -> list[Head]:
-        """Heads that have seen nothing."""
+        """Return heads with empty caches."""
         return [machine.empty(key_dim, value_dim) for machine in self.machines]
 
     # -- forwards ------------------------------------------------------------------------------------------------------
@@ -75,12 +75,12 @@ class Layer:
     def prefill(
         self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING
     ) -> list[Step]:
-        """Tokens of a prompt, q [H, L, G, D], k [H, L, D], v [H, L, Dv]; each sees what was there and those before it.
+        """Run L prompt tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv]; each attends to earlier tokens and itself.
 
-        One settle, after the last token, or after those that end a block.
+        Settles once, after the last token, or after each token that ends a block.
 
         Args:
-            supplied: what the caller gives of them, [H, L] by name.
+            supplied: the caller's values, [H, L] by name.
         """
         query, key, value = floats(q), floats(k), floats(v)
 
@@ -93,14 +93,14 @@ class Layer:
     def decode(
         self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING
     ) -> list[Step]:
-        """One token after the prompt, q [H, G, D], k [H, D], v [H, Dv]; `supplied` [H, 1] by name."""
+        """Run one decode token, q [H, G, D], k [H, D], v [H, Dv]; `supplied` [H, 1] by name."""
         query, key, value = floats(q), floats(k), floats(v)
 
         def arrive(index: int) -> None:
             given = of_head(supplied, index)
             self.machines[index].arrive(heads[index], query[index], key[index], value[index], given)
 
-        choices: dict[tuple[int, int], tuple[Indices, Mask]] = {}  # positions, and which were chosen, by layer and KV head
+        choices: dict[tuple[int, int], tuple[Indices, Mask]] = {}  # positions and the chosen mask, by layer and KV head
 
         def part_of(index: int) -> Attended:
             machine, head = self.machines[index], heads[index]
@@ -123,16 +123,18 @@ class Layer:
         v: ArrayLike | None = None,
         supplied: Supplied = NOTHING,
     ) -> list[Step]:
-        """L tokens of a prompt whose attention is given: per head [L, n + L], of which each row counts up to its own token.
+        """Run L prompt tokens with given attention: per head [L, n + L], where each row counts up to its own token.
 
-        What leaves after a block of the prompt is passed over in later rows. Keys and values, [H, L, D] and [H, L, Dv], are
-        zero unless given. Logits are none.
+        Later rows skip the tokens evicted after a block. Keys and values, [H, L, D] and [H, L, Dv], are zero by default. There are no
+        logits.
         """
         rows = [_by_position(head, x) for head, x in zip(heads, attn, strict=True)]
 
         def part_of(index: int, part: slice) -> Attended:
             key, value = (None if x is None else floats(x)[index, part] for x in (k, v))
-            return self.machines[index].told(heads[index], rows[index][part], key, value, of_head(supplied, index, part))
+            return self.machines[index].observe_given(
+                heads[index], rows[index][part], key, value, of_head(supplied, index, part)
+            )
 
         return self._prompt(heads, len(rows[0]), part_of)
 
@@ -144,20 +146,20 @@ class Layer:
         v: ArrayLike | None = None,
         supplied: Supplied = NOTHING,
     ) -> list[Step]:
-        """One token after the prompt whose attention is given: per head [n + 1] over the slots and, last, the token itself.
+        """Run one decode token with given attention: per head [n + 1], over the slots and, last, the token itself.
 
-        What leaves to make room under `cap hard` is passed over in the row. Nothing is selected.
+        The row skips tokens evicted to make room under `cap hard`. Nothing is selected.
         """
         rows = [_by_position(head, floats(x)[None]) for head, x in zip(heads, attn, strict=True)]
 
         def part_of(index: int) -> Attended:
             key, value = (None if x is None else floats(x)[index][None] for x in (k, v))
-            return self.machines[index].told(heads[index], rows[index], key, value, of_head(supplied, index))
+            return self.machines[index].observe_given(heads[index], rows[index], key, value, of_head(supplied, index))
 
         return self._token(heads, part_of)
 
     def _prompt(self, heads: Sequence[Head], count: int, part_of: Callable[[int, slice], Attended]) -> list[Step]:
-        """A forward of the prompt, in the parts that `prefill` asks for: each head's last step, with all outputs."""
+        """Run a prompt's forward in the parts that `part_of` attends; return each head's last step with all outputs."""
         evicts = self.policy.when != "decode"
         for head in heads:
             head.prompt_from = head.seen
@@ -172,7 +174,7 @@ class Layer:
         ]
 
     def _parts(self, first: int, count: int) -> Iterator[tuple[slice, bool]]:
-        """The parts of a forward that begins at text position `first`, and whether a settle follows."""
+        """Yield the parts of a forward from text position `first`, and whether a settle follows each."""
         if self.policy.prefill == "whole":
             yield slice(0, count), True
             return
@@ -185,7 +187,7 @@ class Layer:
     def _token(
         self, heads: Sequence[Head], part_of: Callable[[int], Attended], arrive: Callable[[int], None] = lambda index: None
     ) -> list[Step]:
-        """A forward of one token after the prompt: it arrives in all heads before any of them attends."""
+        """Run a forward of one decode token. It arrives in all heads before any of them attends."""
         before = self.make_room(heads)
         for index in range(len(heads)):
             arrive(index)
@@ -199,14 +201,14 @@ class Layer:
     # -- settling ------------------------------------------------------------------------------------------------------
 
     def make_room(self, heads: Sequence[Head]) -> list[tuple[Step, ...]]:
-        """Under `cap hard`, evict before a token would exceed C + slack; each head's settle, if there had to be one."""
+        """Under `cap hard`, evict before a token would exceed C + slack; return each head's settle, if any."""
         capped = self.policy.cap == "hard" and self.policy.when != "prefill"
         if capped and any(room(head.live, machine.numbers) for machine, head in zip(self.machines, heads, strict=True)):
             return [(step,) for step in self.settle(heads, room)]
         return [() for _ in heads]
 
-    def settle(self, heads: Sequence[Head], leaving: Leaving = overflow) -> list[Step]:
-        """Evaluate keeps and score on the live slots, agree where heads have to, and evict as many as must leave."""
+    def settle(self, heads: Sequence[Head], evictions: Evictions = overflow) -> list[Step]:
+        """Evaluate keeps and score on the live slots, agree where heads have to, and evict."""
         scopes = [machine.live_scope(head) for machine, head in zip(self.machines, heads, strict=True)]
         places = [head.position for head in heads]
         by, stands = self._protect(scopes, places)
@@ -214,7 +216,7 @@ class Layer:
         scores = self._scores(scopes, places, shields)
         gone = [np.zeros(0, dtype=np.int64)] * len(heads)
         if scores is not None:
-            gone = self._gone(scores, stands, places, leaving, self._settling(scopes))
+            gone = self._gone(scores, stands, places, evictions, self._settling(scopes))
         steps = []
         for index, head in enumerate(heads):
             score = None if scores is None else scores[index]
@@ -225,7 +227,7 @@ class Layer:
         return steps
 
     def end_turn(self, heads: Sequence[Head]) -> list[Step]:
-        """A turn has ended: what leaves then."""
+        """End a turn; return the steps of the settle that follows."""
         self.machines = tuple(
             replace(machine, numbers=replace(machine.numbers, turns=machine.numbers.turns + 1)) for machine in self.machines
         )
@@ -234,7 +236,7 @@ class Layer:
     def _protect(
         self, scopes: Sequence[Scope], places: Sequence[Indices]
     ) -> tuple[list[tuple[Array | None, ...]], list[Indices]]:
-        """Per head what the keep lines rank by, and how the slots stand."""
+        """Return per head the values of the keep lines, and the slots' standing."""
         keeps = self.policy.keeps
         lines: list[Sequence[Array | None]] = list(zip(*(worths(keeps, scope) for scope in scopes), strict=True))
         for index, keep in enumerate(keeps):
@@ -247,7 +249,7 @@ class Layer:
         return by, [standing(keeps, *one, ends_last=ends_last) for one in zip(by, scopes, places, strict=True)]
 
     def _scores(self, scopes: Sequence[Scope], places: Sequence[Indices], shields: Sequence[Mask]) -> list[Array] | None:
-        """Per head the score, which may pool along the unprotected slots."""
+        """Return per head the score, which may pool over the unprotected slots."""
         if self.policy.score is None:
             return None
         scopes = [replace(scope, unprotected=~shield) for scope, shield in zip(scopes, shields, strict=True)]
@@ -265,13 +267,12 @@ class Layer:
         scores: Sequence[Array],
         stands: Sequence[Indices],
         places: Sequence[Indices],
-        leaving: Leaving,
+        evictions: Evictions,
         numbers: Sequence[Numbers],
     ) -> list[Indices]:
-        """Per head the victims."""
         heads = list(zip(scores, stands, places, strict=True))
-        if leaving is nobody or not self.policy.heads_share:
-            return [victims(*head, leaving(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]
+        if evictions is nobody or not self.policy.heads_share:
+            return [victims(*head, evictions(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]
         gone = [np.zeros(0, dtype=np.int64)] * len(places)
         for group in [self._evicting()] if self.policy.one_pool else self._by_layer():
             found = victims_across([heads[index] for index in group], [numbers[index] for index in group])
@@ -280,7 +281,7 @@ class Layer:
         return gone
 
     def _settling(self, scopes: Sequence[Scope]) -> list[Numbers]:
-        """Each head's numbers; with the budget that it has at this settle where that reads the data or is a share of all layers'."""
+        """Return each head's numbers, with the budget of this settle if it depends on the data or is shared by the layers."""
         numbers = measured(self.policy, [machine.numbers for machine in self.machines], scopes, self._together())
         by = None if self.policy.across_layers is None else self.policy.across_layers.by
         sharing = [group for group in self._by_layer() if np.isfinite(numbers[group[0]].capacity)]
@@ -299,9 +300,9 @@ class Layer:
         return numbers
 
     def _agreed(self, values: Sequence[Array], places: Sequence[Indices], agree: Callable[[Array], Array]) -> list[Array]:
-        """Each head's values, [n], or what the heads agree on where they have to.
+        """Return each head's values, [n], or the common ones of heads that agree.
 
-        Such heads hold the same positions, perhaps in different slots.
+        Such heads hold the same positions, possibly in different slots.
         """
         agreed = list(values)
         for group in self._together():
@@ -311,17 +312,17 @@ class Layer:
         return agreed
 
     def _together(self) -> list[list[int]]:
-        """The groups of heads, by index, that must agree on their victims."""
+        """Return the groups of heads, by index, that share victims."""
         if self.policy.victims == "layers":
             return [self._evicting()] if self._evicting() else []
         return self._by_layer() if self.policy.victims == "heads" else []
 
     def _evicting(self) -> list[int]:
-        """The heads of layers that evict."""
+        """Return the heads of layers that evict."""
         return [index for index, machine in enumerate(self.machines) if np.isfinite(machine.numbers.capacity)]
 
     def _layer_of(self, index: int) -> list[int]:
-        """The heads of a head's layer."""
+        """Return the heads of a head's layer."""
         return next(group for group in self._by_layer() if index in group)
 
     def _by_layer(self) -> list[list[int]]:
@@ -330,23 +331,23 @@ class Layer:
 
 
 def nobody(live: int, numbers: Numbers) -> int:
-    """No slot leaves: a settle in a phase in which the policy does not evict."""
+    """Evict nothing, in a phase in which the policy does not evict."""
     return 0
 
 
 def _mean(values: Array) -> Array:
-    """What heads rank by together: [heads, n] to [n]."""
+    """Average over heads: [heads, n] to [n]."""
     with np.errstate(all="ignore"):
         return np.asarray(values.mean(axis=0))
 
 
 def _any(values: Array) -> Array:
-    """What holds if it holds for any head: [heads, n] to 0 or 1, [n]."""
+    """Return 1 where any head has a nonzero value: [heads, n] to [n]."""
     return np.asarray((values != 0).any(axis=0), dtype=np.float64)
 
 
 def _by_position(head: Head, attn: ArrayLike) -> list[dict[int, float]]:
-    """Rows [L, n + L] over a head's slots and the L tokens that come, each by the text's positions."""
+    """Return rows [L, n + L], over a head's slots and the L new tokens, as maps from positions."""
     rows = floats(attn)
     coming = range(head.seen, head.seen + len(rows))
     return [dict(zip([*head.position.tolist(), *coming], row.tolist(), strict=True)) for row in rows]

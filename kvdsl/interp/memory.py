@@ -1,7 +1,7 @@
-"""What a head remembers of the queries it has seen, in two representations of the same meaning.
+"""What a head remembers of past queries, in two equivalent representations.
 
-`History` is the meaning: per slot the list of what every query gave it, reduced only when asked. `Columns` is
-what a backend keeps: a few numbers per slot, updated query by query. An expression asks either by `recall`.
+`History` is the definition: per slot the values of every query, reduced only when they are read. `Columns` is what a backend keeps:
+a few numbers per slot, updated by every query. Expressions read either by `recall`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, parts_of, walk
 
 Values = Callable[[Expr], Array]
-"""The value of an expression at the slots in question, [n], at this moment; of a fold, what it comes to next."""
+"""Evaluates an expression at the slots in question, [n], now; for a fold, its next value."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Of which slots something is remembered, and after which query.
+    """Slots, and the newest query observed.
 
     Attributes:
         chosen: [n] the slots in question.
-        position: [n] their places in the text.
-        newest: the position of the newest query that has been observed.
+        position: [n] their positions in the text.
+        newest: the position of the newest query that was observed.
         window: a query sees the last `window` tokens only, or None.
-        number: the value of an expression without axes: a decay, the size of a window.
+        number: evaluates an expression without axes, such as a decay or the size of a window.
         since: the first query that a reduction over the last ones counts.
     """
 
@@ -44,48 +44,48 @@ class Moment:
 
     @property
     def observed(self) -> Indices:
-        """How many queries could see each slot, [n], its own token's included."""
+        """The number of queries that could see each slot, [n], including its own token's."""
         last = self.newest if self.window is None else np.minimum(self.newest, self.position + self.window - 1)
         return np.maximum(last - self.position + 1, 0)
 
 
 class Memory(Protocol):
-    """What both representations do."""
+    """The interface of both representations."""
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
-        """Remember `count` new slots, after those that there are."""
+        """Add `count` new slots after the existing ones."""
 
     def observe(self, moment: Moment, values: Values) -> None:
-        """Remember what the newest query gave the chosen slots, which are all that it sees."""
+        """Record what the newest query gives the chosen slots, which are all that it sees."""
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
-        """A reduction over queries, a column, or a reduction of a ring, at the chosen slots: [n, 1]."""
+        """Return a reduction over queries, a column, or a reduction of a ring, at the chosen slots, [n, 1]."""
 
     def prune(self, values: Values) -> None:
-        """Remember what folds over prunes come to at all slots, of which some leave now."""
+        """Update folds over prunes at all slots, before some are evicted."""
 
     def keep(self, kept: Indices) -> None:
-        """Forget all but these slots."""
+        """Drop all but these slots."""
 
     def clone(self) -> Memory:
-        """An independent copy."""
+        """Return an independent copy."""
 
 
 class History:
-    """Per slot and body of a reduction over queries, what every query gave: its position and the value. Of a fold, what it came to."""
+    """Every query's position and value, per slot and body of a reduction over queries, and the values of folds."""
 
     def __init__(self, policy: Policy) -> None:
         self._received: dict[Expr, list[dict[int, float]]] = {body: [] for body in query_bodies(policy)}
         self._folded: dict[Fold, Array] = {own: np.zeros(0) for own in folds(policy)}
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
-        """New slots have been given nothing."""
+        """Add new slots without values."""
         for slots in self._received.values():
             slots.extend({} for _ in range(count))
         self._folded = {own: np.concatenate([held, np.full(count, np.nan)]) for own, held in self._folded.items()}
 
     def observe(self, moment: Moment, values: Values) -> None:
-        """Note what each body gives each slot. All folds are read as they were before the query."""
+        """Record each body's value at each slot. All folds have their value before the query."""
         found = {own: values(own) for own in self._folded if own.over == "queries"}
         for own, new in found.items():
             self._folded[own][moment.chosen] = new
@@ -94,7 +94,7 @@ class History:
                 slots[slot][moment.newest] = float(value)
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
-        """The reduction of a body, from its definition."""
+        """Return the reduction of a body, from its definition."""
         if isinstance(leaf, Fold):
             return per_slot(self._folded[leaf][moment.chosen])
         if isinstance(leaf, ColumnRef):
@@ -112,25 +112,25 @@ class History:
         return per_slot([over_queries(leaf.op, values, argument) for values in received])
 
     def prune(self, values: Values) -> None:
-        """Note what folds over prunes come to."""
+        """Update folds over prunes."""
         found = {own: values(own) for own in self._folded if own.over == "prunes"}
         self._folded |= found
 
     def keep(self, kept: Indices) -> None:
-        """Forget what the others were given."""
+        """Drop the other slots."""
         self._folded = {own: held[kept] for own, held in self._folded.items()}
         for body, slots in self._received.items():
             self._received[body] = [slots[slot] for slot in kept]
 
     def clone(self) -> History:
-        """An independent copy."""
+        """Return an independent copy."""
         return deepcopy(self)
 
 
 def over_queries(op: str, values: list[float], argument: float | None = None) -> float:
-    """A reduction of what one slot was given, in the queries' order.
+    """Reduce the values of one slot, in the order of queries.
 
-    A slot may have been given nothing: its sum is 0, its max -inf, its min inf, and anything else NaN.
+    Without values a sum is 0, a max -inf, a min inf, and anything else NaN.
     """
     if not values:
         return REDUCTIONS[op].of_nothing
@@ -146,9 +146,9 @@ def over_queries(op: str, values: list[float], argument: float | None = None) ->
 
 
 class Columns:
-    """One number per slot and state column, by the columns' rules; of a ring N numbers.
+    """One number per slot and state column, by the columns' rules, and N numbers for a ring.
 
-    A column whose body reads another one is observed after it, whatever the order in which they are listed.
+    A column whose body reads another one is updated after it, in any order of the list.
     """
 
     def __init__(self, columns: tuple[Column, ...], values: Mapping[str, Array] | None = None) -> None:
@@ -158,7 +158,7 @@ class Columns:
             self.values = {name: np.array(values[name], dtype=np.float64) for name in self.values}
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
-        """A token's column is found once, and a float32 at once, so that what is equal in a backend is equal here.
+        """Add new slots. A token's column is computed once and rounded to float32, so that equal values are equal in backends too.
 
         The others start so that the first query decides.
         """
@@ -173,7 +173,7 @@ class Columns:
             self.values[column.name] = np.concatenate([old, new]) if len(old) else new
 
     def observe(self, moment: Moment, values: Values) -> None:
-        """Fold what each column's body gives into the column. A fold's reads all folds as they were before the query."""
+        """Update each column with its body. A fold's body reads all folds before the query."""
         found = {column.name: values(column.body) for column in self._columns if column.rule == "fold"}
         for column in self._columns:
             if column.rule not in ("token", "fold", "prune"):
@@ -195,14 +195,14 @@ class Columns:
             held[chosen] = _RULES[column.rule](held[chosen], new)
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
-        """The column, or the reduction of a ring."""
+        """Return the column, or the reduction of a ring."""
         if not isinstance(leaf, ColumnRef):
             raise LookupError(f"the {leaf.kind} was not made a column")
         held = self.values[leaf.name][moment.chosen]
         return per_slot(held) if leaf.op is None else self._over_ring(leaf, leaf.op, held, moment)
 
     def _over_ring(self, leaf: ColumnRef, op: str, held: Array, moment: Moment) -> Array:
-        """Each slot's places are read from the oldest query to the newest that it still holds."""
+        """Reduce the values that a ring still holds, from the oldest query to the newest."""
         column = next(column for column in self._columns if column.name == leaf.name)
         argument = None if leaf.argument is None else moment.number(leaf.argument)
         size = _ring_size(column, moment.number)
@@ -216,15 +216,15 @@ class Columns:
         )
 
     def prune(self, values: Values) -> None:
-        """What columns of prunes hold from here on."""
+        """Update the columns of prunes."""
         self.values |= {column.name: values(column.body) for column in self._columns if column.rule == "prune"}
 
     def keep(self, kept: Indices) -> None:
-        """Forget the others."""
+        """Drop the other slots."""
         self.values = {name: values[kept] for name, values in self.values.items()}
 
     def clone(self) -> Columns:
-        """An independent copy."""
+        """Return an independent copy."""
         return deepcopy(self)
 
 
@@ -234,7 +234,7 @@ def _ring_size(column: Column, number: Callable[[Expr], float]) -> int:
 
 
 def _read_before_reading(columns: tuple[Column, ...]) -> tuple[Column, ...]:
-    """The columns, each after those that its body reads; folds are read as they were before the query."""
+    """Sort columns so that each follows those that its body reads; folds are read before the query."""
     by_name = {column.name: column for column in columns if column.rule not in ("fold", "prune")}
 
     def with_what_it_reads(column: Column) -> Iterator[Column]:
@@ -256,12 +256,12 @@ _RULES: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def query_bodies(policy: Policy) -> tuple[Expr, ...]:
-    """The bodies of the policy's reductions over queries, each once, what another one reads before it."""
+    """Return the bodies of the policy's reductions over queries, each once, inner ones first."""
     return tuple(dict.fromkeys(body for expr in expressions(policy) for body in _bodies(expr)))
 
 
 def folds(policy: Policy) -> tuple[Fold, ...]:
-    """The policy's folds, each once."""
+    """Return the policy's folds, each once."""
     return tuple(dict.fromkeys(part for expr in expressions(policy) for part in walk(expr) if isinstance(part, Fold)))
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a policy: its params and its budget, for one row, layer and KV head."""
+"""The numbers of a policy, such as params and budget, for one row, layer and KV head."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from kvdsl.interp.inputs import NO_TENSORS, Tensors, rows_of
 from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
 
 Value = Callable[[Expr | None, float], float]
-"""What an expression of a policy's numbers comes to, or the number beside it where there is none."""
+"""Evaluates an optional expression; returns the second argument without one."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a policy's numbers are for one row and layer: for all its KV heads, or where they read tensors, for one of them.
+    """A policy's numbers for one row and layer, and for one KV head if they read tensors.
 
     Attributes:
-        params: the params by name; a `budget` that was given as a ratio of the prompt is in tokens here.
-        budget: the tokens kept after a settle (the soft capacity C), floored; inf keeps everything.
-        prompt: the row's tokens up to the end of its last prompt, padding excluded, or as many as are expected (see
+        params: the params by name; a `budget` given as a ratio of the prompt is in tokens.
+        budget: the tokens kept after a settle (the soft capacity C), rounded down; inf keeps everything.
+        prompt: the row's tokens up to the end of its last prompt, without padding, or the number expected (see
             `kvdsl.interp.text`).
-        prompt_end: the same without what is only expected.
-        turns: how many turns have ended.
-        tensors: what the policy's tensors have for the KV head, [1, dims or 1] each.
-        layer, layers: the layer, counted from 0, and how many there are.
+        prompt_end: the same without the expected ones.
+        turns: the number of ended turns.
+        tensors: the tensors' values for the KV head, [1, dims or 1] each.
+        layer, layers: the layer, counted from 0, and the number of layers.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
-        evicts: whether the layer is one of those where the policy evicts.
-        floor: the slots that a head keeps whatever the layer's other heads hold, under a budget across heads.
-        share: what the layer got of the budgets that all layers share, per KV head; None where they do not, or not yet.
-        layer_floor: what a layer keeps at least per head, where the layers share their budgets by what they are worth.
-        floor_rate: `floor` as a part of the budget.
-        select: the tokens that a decode query attends to, floored; inf attends to everything.
-        selects: whether the layer is one of those where queries select.
-        chooser: the layer that chooses what this one attends to, itself where it chooses for those above; -1 where there is none.
-        page: the tokens of a page; 1 without pages. `page_after`: those before the page from which pages are counted.
-        sketch_dims, sketch_every: the sketch's dims, and the decode queries from one sketch to the next.
-        prefill_block: a prompt settles after each so many tokens of the row; inf: at the end of each forward.
+        evicts: whether the policy evicts in this layer.
+        floor: the slots that a head keeps in any case under a budget across heads.
+        share: the layer's share of all layers' budgets, per KV head; None if they are not shared, or not yet.
+        layer_floor: the least that a layer keeps per head if layers share their budgets by weight.
+        floor_ratio: `floor` as a ratio of the budget.
+        select: the tokens that a decode query attends to, rounded down; inf attends to everything.
+        selects: whether queries select in this layer.
+        chooser: the layer whose selection this one uses, itself if others use its own; -1 for none.
+        page: the tokens of a page; 1 without pages. `page_after`: the tokens before the first page.
+        sketch_dims, sketch_every: the number of the sketch's dims, and the interval of sketches in decode queries.
+        prefill_block: a prompt settles after every so many tokens of the row; inf: at the end of each forward.
     """
 
     params: dict[str, float]
@@ -57,7 +57,7 @@ class Numbers:
     floor: float = 0
     share: float | None = None
     layer_floor: float = 0
-    floor_rate: float = 0
+    floor_ratio: float = 0
     select: float = math.inf
     selects: bool = False
     chooser: int = -1
@@ -71,23 +71,23 @@ class Numbers:
     tensors: Mapping[str, Array] = field(default_factory=dict)
 
     def with_share(self, tokens: float) -> Numbers:
-        """The same where the layer gets so many of what all layers share; `budget` in expressions stays what it was."""
-        return replace(self, share=tokens, floor=counted(self.floor_rate * tokens))
+        """Return the numbers with a share of all layers' budgets; `budget` in expressions does not change."""
+        return replace(self, share=tokens, floor=counted(self.floor_ratio * tokens))
 
     @property
     def capacity(self) -> float:
-        """The tokens kept after a settle of this layer: `budget`, or its share of all layers', where it evicts, elsewhere inf."""
+        """The tokens that this layer keeps after a settle: `budget` or its share; inf if it does not evict."""
         kept = self.budget if self.share is None else self.share
         return kept if self.evicts else math.inf
 
     @property
     def chooses(self) -> bool:
-        """Whether the layer chooses for those above, and attends to everything itself."""
+        """Whether the layer selects for those above, and attends to everything itself."""
         return self.chooser == self.layer
 
     @property
     def takes_over(self) -> bool:
-        """Whether the layer attends to what one below has chosen."""
+        """Whether the layer uses the selection of a layer below."""
         return 0 <= self.chooser < self.layer
 
     @cached_property
@@ -97,7 +97,7 @@ class Numbers:
         return {**known, "everything": number(math.inf)}
 
     def value(self, expr: Expr) -> float:
-        """The value of an expression without axes: of params, these numbers, and tensors that have one for the KV head."""
+        """Return the value of an expression without axes, which reads params, these numbers, and the KV head's tensors."""
         return evaluate_number(expr, Scope(0, 0, self.inputs, self.params, self.tensors))
 
 
@@ -105,18 +105,18 @@ def resolve(
     policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1,
     *, expected: float = 0, turns: float = 0, head: int = 0, tensors: Tensors = NO_TENSORS,
 ) -> Numbers:  # fmt: skip
-    """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
+    """Evaluate the policy's numbers: params as given or by default, and the budget and other counts, rounded down.
 
     Args:
-        given: values of params by name; None stands for the default. Of `budget` an int is tokens, a float up to 1.0 a rate.
+        given: values of params by name; None stands for the default. A `budget` is an int of tokens, or a float up to 1.0 as a ratio.
         prompt: the row's tokens up to the end of its last prompt.
-        expected: as how many they count at least.
-        turns: how many turns have ended.
-        head: the KV head's index, for which a budget that reads tensors is asked.
-        tensors: what the policy's files hold, if its numbers read that.
+        expected: the least value of `prompt` in expressions.
+        turns: the number of ended turns.
+        head: the KV head's index, for numbers that read tensors.
+        tensors: the contents of the policy's files, if its numbers read them.
 
     Raises:
-        ValueError: if a given name is none of the policy's params, or a given budget none.
+        ValueError: if a given name is not a param of the policy, or a given budget is invalid.
     """
     chosen = {name: value for name, value in (given or {}).items() if value is not None}
     if "budget" in chosen:
@@ -141,7 +141,7 @@ def resolve(
 
     evicts, sketch, layers_share = policy.layers, policy.sketch, policy.across_layers
     pool = layers_share if policy.one_pool else None
-    floor_rate = value(policy.across if pool is None else pool.floor, 0)
+    floor_ratio = value(policy.across if pool is None else pool.floor, 0)
     at_ends = 0.0 if layers_share is None else most("first") + most("last")
     select, chooser = _selection(policy.select, value, layer)
     return Numbers(
@@ -157,8 +157,8 @@ def resolve(
         slack=counted(value(policy.slack, 0)),
         max_drop=some(value(policy.max_drop, 0)),
         evicts=evicts is None or _is_within(evicts, value, layer),
-        floor=counted(floor_rate * budget) if floor_rate else 0,
-        floor_rate=floor_rate,
+        floor=counted(floor_ratio * budget) if floor_ratio else 0,
+        floor_ratio=floor_ratio,
         layer_floor=max(counted(value(layers_share.floor, 0) * budget), at_ends) if layers_share is not None else 0,
         select=math.inf if select is None else floored(value(select.count, math.inf)),
         selects=select is not None,
@@ -172,7 +172,7 @@ def resolve(
 
 
 def _selection(select: Select | None, value: Value, layer: int) -> tuple[Select | None, int]:
-    """What the layer itself selects by, and the layer that chooses for it, -1 for none."""
+    """Return the `select` that the layer runs itself, and the layer that selects for it, -1 for none."""
     if select is None:
         return None, -1
     choosing = [floored(value(one, -1)) for one in select.choosing]
@@ -186,12 +186,12 @@ def _is_within(range_: LayerRange | Select, value: Value, layer: int) -> bool:
 
 
 def resolve_heads(policy: Policy, *where: Any, heads: int, head_offset: int = 0, **more: Any) -> list[Numbers]:
-    """`resolve` for every KV head of a layer; its other arguments."""
+    """Return `resolve` for every KV head of a layer, with its other arguments."""
     return [resolve(policy, *where, head=head_offset + head, **more) for head in range(heads)]
 
 
 class _Params(dict[str, float]):
-    """The params' values, each found when it is first read."""
+    """The params' values, each evaluated at its first use."""
 
     def __init__(self, policy: Policy, given: Mapping[str, float], scope: Scope) -> None:
         super().__init__()

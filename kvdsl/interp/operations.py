@@ -1,4 +1,4 @@
-"""What one KV head does: place, attend, observe, select, and judge who should leave."""
+"""The operations of one KV head: place, attend, observe, select, and evaluate what a settle needs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ from kvdsl.ir.ops import OF_QUERY_HEADS
 from kvdsl.ir.visitors import children
 
 Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
-"""KV heads of a layer, each with what runs it and its queries, [G, D]."""
+"""KV heads of a layer, each with its operations and its queries, [G, D]."""
 
 
 @dataclass(frozen=True)
 class Operations:
     """One policy's operations on KV head `head_index` of layer `numbers.layer`.
 
-    A policy that `kvdsl.passes.columns.add_columns` has rewritten is run on state columns, any other on its
-    full history.
+    A policy rewritten by `kvdsl.passes.columns.add_columns` runs on state columns, any other on its full history.
     """
 
     policy: Policy
@@ -59,13 +58,13 @@ class Operations:
 
     @cached_property
     def constants(self) -> dict[str, Array]:
-        """What the policy's tensors have for this head, [1, dims or 1] each."""
+        """The tensors' values for this head, [1, dims or 1] each."""
         return rows_of(self.policy, self.tensors, self.numbers.layer, self.head_index)
 
     # -- heads -----------------------------------------------------------------------------------------------------
 
     def empty(self, key_dim: int = 0, value_dim: int = 0) -> Head:
-        """A head that has seen nothing."""
+        """Return a head with an empty cache."""
         memory = Columns(self.policy.columns) if self.policy.columns else History(self.policy)
         return Head(np.zeros((0, key_dim)), np.zeros((0, value_dim)), np.zeros(0, dtype=np.int64), memory)
 
@@ -78,11 +77,11 @@ class Operations:
         seen: int,
         sketch: ArrayLike | None = None,
     ) -> Head:
-        """A head that goes on from a backend's slots; the free ones are left out.
+        """Return a head with the live slots of a backend.
 
         Args:
-            key, value, position: [n, D], [n, Dv], [n]; the position of a free slot is negative.
-            columns: [n] by name; a ring's [n, N] or wider, and none of one that has gone with its prompt.
+            key, value, position: [n, D], [n, Dv], [n]; free slots have a negative position.
+            columns: [n] by name; a ring is [n, N] or wider, or missing if it was dropped with its prompt.
             seen: the position of the row's next token.
             sketch: the dims of the newest sketch, in any order.
         """
@@ -99,9 +98,9 @@ class Operations:
     # -- a token ---------------------------------------------------------------------------------------------------
 
     def place(self, head: Head, key: Array, value: Array, supplied: Supplied = NOTHING) -> None:
-        """Put L new tokens, [L, D] and [L, Dv], and what the caller gives of them, into slots of their own.
+        """Append L new tokens, [L, D] and [L, Dv], with the caller's values.
 
-        Keys and values are rounded as `kv_dtype` says, and are that from then on, to the tokens' own queries, too.
+        Keys and values are rounded as `kv_dtype` says, and the tokens' own queries already see the rounded ones.
         """
         old = head.live
         key, value = rounded(key, self.kv_dtype), rounded(value, self.kv_dtype)
@@ -111,7 +110,7 @@ class Operations:
         head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self._number)
 
     def prompt(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> Attended:
-        """Several tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
+        """Run several prompt tokens up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
         first, outs = head.seen, []
         self.place(head, k, v, supplied)
         head.group = q.shape[1]
@@ -125,7 +124,7 @@ class Operations:
         return Attended(np.stack(outs), attn, logit)
 
     def arrive(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> None:
-        """One token after the prompt is placed, and the sketch refreshed if it is time: q [G, D], k [D], v [Dv]."""
+        """Place one decode token, and refresh the sketch if it is due: q [G, D], k [D], v [Dv]."""
         newest = head.seen
         self.place(head, k[None], v[None], supplied)
         head.group, head.text = len(q), []
@@ -133,11 +132,11 @@ class Operations:
             self.refresh(head, newest, q)
 
     def token(self, head: Head, q: Array, peers: Peers = (), taken: Mask | None = None) -> Attended:
-        """What the token that has arrived attends to, and what it leaves behind, up to the settle: q [G, D].
+        """Attend and observe for the token that has arrived, up to the settle: q [G, D].
 
         Args:
-            peers: the KV heads of the layer, where they choose together, each with what runs it and the token's queries.
-            taken: what a layer below has chosen, [n], where this one takes that over.
+            peers: the KV heads of the layer if they select together, each with its operations and the token's queries.
+            taken: the selection of a layer below, [n], if this layer uses it.
         """
         newest = head.seen - 1
         chosen = self.select(head, newest, q, peers) if taken is None else taken
@@ -147,7 +146,7 @@ class Operations:
         self.observe(head, newest, attn, logit, q)
         return Attended(found.out, attn, logit, attended, chosen if self.numbers.chooses else None)
 
-    def told(
+    def observe_given(
         self,
         head: Head,
         rows: Sequence[Mapping[int, float]],
@@ -155,7 +154,7 @@ class Operations:
         v: Array | None,
         supplied: Supplied = NOTHING,
     ) -> Attended:
-        """Tokens whose attention is given, up to their settle: each row by the slots' positions; k [L, D], v [L, Dv]."""
+        """Run tokens with given attention up to their settle: each row by the slots' positions; k [L, D], v [L, Dv]."""
         first = head.seen
         key = np.zeros((len(rows), head.key.shape[1])) if k is None else k
         value = np.zeros((len(rows), head.value.shape[1])) if v is None else v
@@ -168,7 +167,7 @@ class Operations:
     def attend(
         self, head: Head, newest: int, q: Array, chosen: Mask | None = None, weight: Array | None = None
     ) -> Attention:
-        """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these, each weighed."""
+        """Return the attention of the query at `newest`, q [G, D], over the slots that it sees, or the chosen and weighted ones."""
         if self.policy.positions == "original":
             return attend(head.key, head.value, head.position, q, newest, self.call, chosen, weight=weight)
         key, q = at_ranks(head.key, head.position, q, newest, self.call.rope)
@@ -176,7 +175,7 @@ class Operations:
         return attend(key, head.value, head.position, q, newest, self.call, chosen, distance, weight)
 
     def observe(self, head: Head, newest: int, attn: Array, logit: Array, q: Array | None) -> None:
-        """Remember what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""
+        """Record what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""
         seen = self._seen(head, newest)
         scope = self.scope(head, seen, newest)
         scope = _with_inputs(scope, attn=per_slot(attn[seen]), logit=per_slot(logit[seen]))
@@ -186,13 +185,13 @@ class Operations:
     # -- what a decode query attends to ----------------------------------------------------------------------------
 
     def refresh(self, head: Head, newest: int, q: Array) -> None:
-        """Find the sketch's dims anew, at the query at `newest`, q [G, D]."""
+        """Compute the sketch's dims again, at the query at `newest`, q [G, D]."""
         if self.policy.sketch is None:
             return
         head.sketch = sketch_dims(self.sketches_by(head, newest, q), self.numbers.sketch_dims)
 
     def sketches_by(self, head: Head, newest: int, q: Array) -> Array:
-        """What the sketch ranks the dims by, [D], at the query at `newest`."""
+        """Return what the sketch ranks dims by, [D], at the query at `newest`."""
         assert self.policy.sketch is not None
         scope = self.scope(head, self._seen(head, newest), newest)
         return self._per_query(
@@ -200,14 +199,13 @@ class Operations:
         )
 
     def is_refresh(self, head: Head, newest: int) -> bool:
-        """Whether the decode query at `newest` refreshes the sketch before it selects."""
+        """Return whether the decode query at `newest` refreshes the sketch before it selects."""
         return head.sketch is None or (newest - (self.numbers.prompt_end - 1)) % self.numbers.sketch_every == 0
 
     def select(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Mask | None:
-        """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.
+        """Return the slots, [n], that the decode query at `newest` attends to, or [G, n] under `group each`; None without a `select`.
 
-        The first and last tokens that are kept are always among them; other keeps protect from eviction only. Under `group each`
-        those of each query head, [G, n].
+        The slots of `keep first` and `keep last` are always selected; other keeps protect from eviction only.
         """
         if self.policy.select is None:
             return None
@@ -226,9 +224,9 @@ class Operations:
         return np.stack(masks) if self.policy.group == "each" else masks[0]
 
     def selects_count(self, head: Head, newest: int, q: Array) -> list[float]:
-        """To how many tokens the decode query at `newest` attends, once for each choice that `selects_by` is for.
+        """Return how many tokens the decode query at `newest` attends to, once for each row of `selects_by`.
 
-        A count that reads the data is that query's own.
+        A data-dependent count is the query's own.
         """
         assert self.policy.select is not None
         if self.policy.select.measured is None or not self.numbers.selects:
@@ -240,35 +238,35 @@ class Operations:
         return [at_least_one(float(count)) for count in found[:, 0]]
 
     def selects_by(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Array:
-        """What the decode query at `newest` ranks the slots by, [1, n]; under `group each` [G, n]. NaN where it does not see the slot."""
+        """Return what the decode query at `newest` ranks slots by, [1, n], or [G, n] under `group each`; NaN for slots it does not see."""
         assert self.policy.select is not None
         by, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
-        heads = tuple(machine.asked(other, newest, own) for machine, other, own in peers)
+        heads = tuple(machine.peer(other, newest, own) for machine, other, own in peers)
         scope = replace(self.scope(head, seen, newest), heads=heads)
         by[:, seen] = self._per_choice(self.policy.select.by, scope, q, evaluate_slots)
         return by
 
     def weight(self, head: Head, newest: int, q: Array) -> Array | None:
-        """How many times each slot counts for the decode query at `newest`, as `selects_by`; None if the policy weighs nothing."""
+        """Return how many times each slot counts for the decode query at `newest`, shaped like `selects_by`; None without weights."""
         if self.policy.select is None or self.policy.select.weight is None or not self.numbers.selects:
             return None
         found, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
         found[:, seen] = self._per_choice(self.policy.select.weight, self.scope(head, seen, newest), q, evaluate_slots)
         return found
 
-    def asked(self, head: Head, newest: int, q: Array) -> Peer:
-        """The head as one of its layer's that are asked together at the query at `newest`, q [G, D]."""
+    def peer(self, head: Head, newest: int, q: Array) -> Peer:
+        """Return the head for expressions over the layer's heads, at the query at `newest`, q [G, D]."""
         scope = self.scope(head, self._seen(head, newest), newest)
         return Peer(scope, lambda expr, at: self._per_query(expr, at, q, evaluate))
 
     # -- what expressions see --------------------------------------------------------------------------------------
 
     def live_scope(self, head: Head) -> Scope:
-        """What a settle's expressions see: the live slots, after the newest token."""
+        """Return what a settle's expressions see: the live slots, after the newest token."""
         return self.scope(head, np.arange(head.live), head.seen - 1)
 
     def scope(self, head: Head, chosen: Indices, newest: int) -> Scope:
-        """What expressions see of the chosen slots when `newest` is the newest token."""
+        """Return what expressions see of the chosen slots when `newest` is the newest token."""
         position = head.position[chosen]
         moment = self._moment(head, chosen, newest)
         inputs = {**self.numbers.inputs, "k": head.key[chosen], "v": head.value[chosen]}
@@ -295,12 +293,12 @@ class Operations:
         )
 
     def over_group(self, x: Array) -> Array:
-        """Reduce what the group's query heads gave, [G, ...] to [...]."""
+        """Reduce over the group's query heads, [G, ...] to [...]."""
         with np.errstate(all="ignore"):
             return over_group(x, self.policy.group)
 
     def prune(self, head: Head, scope: Scope) -> None:
-        """Remember, in a settle in which tokens leave, what folds over prunes come to."""
+        """Update folds over prunes, in a settle that evicts."""
         head.memory.prune(lambda expr: evaluate_slots(expr, scope))
 
     def _seen(self, head: Head, newest: int) -> Indices:
@@ -314,27 +312,24 @@ class Operations:
         return self.numbers.value(expr)
 
     def _per_query(self, body: Expr, scope: Scope, q: Array | None, value: Callable[[Expr, Scope], Array]) -> Array:
-        """The value of what belongs to one query.
-
-        What reads q is evaluated per query head, and its result reduced over the group.
-        """
+        """Return a value of one query. If it reads q, it is evaluated per query head and reduced over the group."""
         if not _reads_q(body.body if isinstance(body, Fold) else body):
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
         return self.over_group(self._per_query_head(body, scope, q, value))
 
     def _per_choice(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
-        """The value of what a choice goes by, [1, ...]; under `group each`, where each query head makes one, [G, ...]."""
+        """Return the value of a selection's expression, [1, ...], or per query head under `group each`, [G, ...]."""
         if self.policy.group == "each":
             return self._per_query_head(body, scope, q, value)
         return self._per_query(body, scope, q, value)[None]
 
     def _choices(self, q: Array) -> int:
-        """How many choices a query of the group, [G, D], makes."""
+        """Return the number of selections of a query of the group, [G, D]."""
         return len(q) if self.policy.group == "each" else 1
 
     def _per_query_head(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
-        """The value for each query head, [G, ...]."""
+        """Return the value for each query head, [G, ...]."""
         first = self.head_index * len(q)
         heads = [
             replace(_with_inputs(scope, q=vector[None], query_head=number(first + index)), query_head=index)
@@ -344,12 +339,12 @@ class Operations:
 
 
 def floats(x: ArrayLike) -> Array:
-    """As float64."""
+    """Convert to float64."""
     return np.asarray(x, dtype=np.float64)
 
 
 def _observed(body: Expr, scope: Scope) -> Array:
-    """What a query makes of a body, [n]: of a fold what it comes to next."""
+    """Return a query's value of a body, [n]; for a fold its next value."""
     if not isinstance(body, Fold):
         return evaluate_slots(body, scope)
     with np.errstate(all="ignore"):
@@ -358,7 +353,7 @@ def _observed(body: Expr, scope: Scope) -> Array:
 
 
 def _reads_q(expr: Expr) -> bool:
-    """Whether the value differs between query heads; that of a fold, or of a reduction over queries or KV heads, inside it does not."""
+    """Return whether a value differs between query heads. Folds and reductions over queries or KV heads inside it do not."""
     if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
         return False
     own = (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or (isinstance(expr, TensorRef) and expr.group)
@@ -373,7 +368,7 @@ _WORD = 0xFFFFFFFF
 
 
 def uniform(seed: int, layer: int, head: int, position: Indices, step: int) -> Array:
-    """One number in [0, 1) per slot, [n], of 24 bits; `step` is the newest position."""
+    """Return one number in [0, 1) per slot, [n], with 24 random bits; `step` is the newest position."""
     return np.array([_one(seed, (layer, head, int(slot), step)) for slot in position], dtype=np.float64)
 
 
@@ -385,7 +380,7 @@ def _one(seed: int, words: tuple[int, ...]) -> float:
 
 
 def _mix(x: int) -> int:
-    """MurmurHash3's finalizer of 32 bits."""
+    """MurmurHash3's 32-bit finalizer."""
     x ^= x >> 16
     x = x * 0x85EBCA6B & _WORD
     x ^= x >> 13

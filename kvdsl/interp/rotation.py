@@ -1,4 +1,4 @@
-"""Rotary positions: moving a vector that already stands at one position to another one."""
+"""Rotary positions: rotate a vector from one position to another."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvdsl.interp.evaluate import Array, Indices
 
 @dataclass(frozen=True)
 class Rope:
-    """A model's rotary positions: each pair of dims turns by its own frequency times the position.
+    """A model's rotary positions: each pair of dims rotates by its own frequency times the position.
 
     Attributes:
         inv_freq: [pairs], radians per position.
-        pairing: which dims are a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
-        offset: the first rotated dim; offset .. offset + 2 * pairs are rotated, the others are not.
+        pairing: the dims of a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
+        offset: the first rotated dim; only offset .. offset + 2 * pairs are rotated.
     """
 
     inv_freq: Array
@@ -27,7 +27,7 @@ class Rope:
 
     @np.errstate(all="ignore")
     def rotate(self, x: ArrayLike, shift: ArrayLike) -> Array:
-        """The vectors, [..., dim], turned on by `shift` positions, [...]; negative shifts turn back."""
+        """Rotate vectors, [..., dim], by `shift` positions, [...]; negative shifts rotate back."""
         turned = np.array(x, dtype=np.float64)
         angle = np.asarray(shift, dtype=np.float64)[..., None] * self.inv_freq
         first, second = self._pairs()
@@ -38,14 +38,14 @@ class Rope:
 
     @np.errstate(all="ignore")
     def pairs(self, x: ArrayLike) -> Array:
-        """At each dim of the vectors, [..., dim], the length of its pair; of a dim that does not turn its own."""
+        """Return at each dim of vectors, [..., dim], the L2 norm of its pair, or the magnitude of a dim that is not rotated."""
         lengths = np.abs(np.array(x, dtype=np.float64))
         first, second = self._pairs()
         lengths[..., first] = lengths[..., second] = np.sqrt(lengths[..., first] ** 2 + lengths[..., second] ** 2)
         return lengths
 
     def _pairs(self) -> tuple[Indices, Indices]:
-        """The first and the second dim of each pair, [pairs] each."""
+        """Return the first and the second dim of each pair, [pairs] each."""
         pair = np.arange(len(self.inv_freq), dtype=np.int64)
         if self.pairing == "half":
             return self.offset + pair, self.offset + len(pair) + pair

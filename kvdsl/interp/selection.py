@@ -8,10 +8,10 @@ from kvdsl.interp.evaluate import Array, Indices, Mask, ascending, at_least_one,
 
 
 def sketch_dims(by: Array, count: float) -> Indices:
-    """The `count` dims that rank highest, ascending; of equals the lower one, NaN lowest.
+    """Return the `count` highest dims, ascending; among equals the lower one, NaN lowest.
 
     Raises:
-        ValueError: if there are not so many dims.
+        ValueError: if there are fewer dims.
     """
     if count > len(by):
         raise ValueError(f"a sketch of {count:g} dims of keys that have {len(by)}")
@@ -20,15 +20,15 @@ def sketch_dims(by: Array, count: float) -> Indices:
 
 
 def selected(by: Array, position: Indices, protected: Mask, count: float, page: float, after: float = 0) -> Mask:
-    """Which of the slots that a query sees, [n], it attends to.
+    """Return which of the slots that a query sees, [n], it attends to.
 
-    The units are pages; without pages a page is one token. Those with a protected slot are selected in any case, the rest by
-    what ranks highest in them; of equals the newer, NaN lowest.
+    The units are pages, of one token without a `page`. Units with a protected slot are always selected, the others by their highest
+    value; among equals the newer, NaN lowest.
 
     Args:
         by, position, protected: [n].
-        count: in tokens; one unit is selected at least.
-        page: the tokens of a page. after: those before the page from which pages are counted.
+        count: in tokens; at least one unit is selected.
+        page: the tokens of a page. after: the tokens before the first page.
     """
     unit_of = page_of(position, page, after)
     units = np.unique(unit_of)
@@ -42,11 +42,11 @@ def selected(by: Array, position: Indices, protected: Mask, count: float, page: 
 
 
 def taken_over(position: Indices, held: Indices, chosen: Mask) -> Mask:
-    """What a layer below has chosen, of its slots with the positions `held`, [n] or [G, n], among slots that hold the same ones."""
+    """Return a lower layer's selection, from its slots with positions `held`, [n] or [G, n], for slots with the same positions."""
     heads = [np.isin(position, held[own]) for own in chosen.reshape(-1, len(held))]
     return np.stack(heads) if chosen.ndim == 2 else heads[0]
 
 
 def _highest(x: Array) -> float:
-    """The largest, where NaN is lower than any number."""
+    """Return the largest value; NaN is lower than any number."""
     return float(x[ascending(x, np.zeros(len(x), dtype=np.int64))[-1]])

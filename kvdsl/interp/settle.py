@@ -1,4 +1,4 @@
-"""Who is protected, how many must leave, and who they are: pure functions of the live slots."""
+"""Protection, the number of evictions, and the victims: pure functions of the live slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvdsl.ir.visitors import rewrite
 
 
 def overflow(live: int, numbers: Numbers) -> int:
-    """How many slots must leave: none before the trigger holds, then down to the target."""
+    """Return how many slots to evict: none before the trigger fires, then down to the target."""
     capacity = numbers.capacity
     if np.isinf(capacity) or numbers.trigger == 0 or live - capacity < numbers.trigger:
         return 0
@@ -32,14 +32,14 @@ def overflow(live: int, numbers: Numbers) -> int:
 
 
 def room(live: int, numbers: Numbers) -> int:
-    """How many slots must leave before one more token is placed, under `cap hard`."""
+    """Return how many slots to evict before one more token is placed, under `cap hard`."""
     if live + 1 <= numbers.capacity + numbers.slack:
         return 0
     return max(0, int(live + 1 - _target(live + 1, numbers)))
 
 
 def _target(live: int, numbers: Numbers) -> float:
-    """How many slots a prune leaves of so many."""
+    """Return the number of slots after a prune."""
     capacity = numbers.capacity
     if numbers.max_drop <= 0:
         return capacity
@@ -47,50 +47,51 @@ def _target(live: int, numbers: Numbers) -> float:
 
 
 def victims(score: Array, standing: Indices, position: Indices, k: int) -> Indices:
-    """Indices of the k slots that leave, the first to leave first: by their standing, of equals the lowest-scored, of the protected ones
-    the newest last.
+    """Return the indices of k victims, the first to be evicted first.
+
+    Lower standing goes first, then lower score; among the protected the newest goes last.
     """
     order = ascending(score, position)
-    reluctant = reluctance(standing, position)
-    return order[np.argsort(reluctant[order], kind="stable")][:k]
+    order_of_yielding = reluctance(standing, position)
+    return order[np.argsort(order_of_yielding[order], kind="stable")][:k]
 
 
 def reluctance(standing: Indices, position: Indices) -> Indices:
-    """Who leaves only after whom, [n]: by their standing, of the protected ones the newest last."""
+    """Return a key that sorts slots, [n], by when they yield: by standing, and among the protected the newest last."""
     newest = (standing > 0) & (position == position.max(initial=-1))
     found: Indices = 2 * standing.astype(np.int64) + newest
     return found
 
 
 def victims_across(heads: Sequence[tuple[Array, Indices, Indices]], numbers: Sequence[Numbers]) -> list[Indices]:
-    """Indices of the slots that leave each of the heads that share their budgets: a layer's, or those of all layers.
+    """Return the indices of the victims of heads that share their budgets: those of a layer, or of all layers.
 
-    A head's last `floor` slots in the order of leaving stay. Of all the others of all heads the lowest leave;
-    of equals the older, then the lower head's.
+    Each head keeps its last `floor` slots in the order of eviction. Of all other slots of all heads the lowest are evicted; among
+    equals the older, then the lower head's.
 
     Args:
-        heads: score, standing and position of each, [n] of its own.
+        heads: score, standing and position of each, [n] per head.
         numbers: of each.
     """
     excess = sum(len(position) for _, _, position in heads) - sum(own.capacity for own in numbers)
-    willing = []
+    candidates = []
     for head, ((score, standing, position), own) in enumerate(zip(heads, numbers, strict=True)):
-        reluctant = reluctance(standing, position)
+        order_of_yielding = reluctance(standing, position)
         for slot in victims(score, standing, position, max(0, int(len(position) - own.floor))):
             worth = (False, 0.0) if np.isnan(score[slot]) else (True, float(score[slot]))
-            willing.append((int(reluctant[slot]), *worth, int(position[slot]), head, int(slot)))
-    gone = sorted(willing)[: int(max(0, min(excess, len(willing))))]
+            candidates.append((int(order_of_yielding[slot]), *worth, int(position[slot]), head, int(slot)))
+    gone = sorted(candidates)[: int(max(0, min(excess, len(candidates))))]
     return [np.array([slot for *_, owner, slot in gone if owner == head], dtype=np.int64) for head in range(len(heads))]
 
 
 def shares(weights: Sequence[float], budgets: Sequence[float], floors: Sequence[float], live: Sequence[int]) -> list[float]:
-    """The tokens that each of the layers that share their budgets gets, per KV head.
+    """Return the tokens per KV head for each layer that shares its budget.
 
-    Each has its floor, and the rest is shared in proportion to the weights, of which those that are no positive numbers count as 0;
-    equally, if all do. A layer that would get more than it holds keeps that, and the others share what it leaves. Shares are floored.
+    Each gets its floor, and the rest in proportion to the weights. Weights that are not positive numbers count as 0; if all do, shares
+    are equal. A layer never gets more than it holds; the others share what it leaves. Shares are rounded down.
 
     Args:
-        live: the tokens that each holds.
+        live: the tokens that each layer holds.
     """
     worth = [weight if np.isfinite(weight) and weight > 0 else 0.0 for weight in weights]
     least = [min(floor, budget) for floor, budget in zip(floors, budgets, strict=True)]
@@ -109,21 +110,23 @@ def shares(weights: Sequence[float], budgets: Sequence[float], floors: Sequence[
 
 
 def protected(keeps: Iterable[Keep], scope: Scope, position: Indices) -> Mask:
-    """Which live slots, [n], may not leave: the union of the keep lines."""
+    """Return which live slots, [n], are protected: the union of the keep lines."""
     keeps = tuple(keeps)
     return standing(keeps, worths(keeps, scope), scope, position) > 0
 
 
 def worths(keeps: Iterable[Keep], scope: Scope) -> tuple[Array | None, ...]:
-    """What each keep line ranks or chooses by, [n]; None for those that go by position."""
+    """Return what each keep line ranks or filters by, [n]; None for those by position."""
     return tuple(None if keep.by is None else evaluate_slots(keep.by, scope) for keep in keeps)
 
 
 def standing(
     keeps: Iterable[Keep], by: Iterable[Array | None], scope: Scope, position: Indices, *, ends_last: bool = False
 ) -> Indices:
-    """How the slots, [n], stand where the keep lines rank by these values: 0 the unprotected, 1 the protected, who leave only when those
-    have; with `ends_last` 2 the first and last tokens, who leave only when nobody else is left.
+    """Return the standing of slots, [n], given the values of the keep lines.
+
+    0 is unprotected. 1 is protected, evicted only after those. With `ends_last` the first and last tokens are 2, evicted after all
+    others.
     """
     found = np.zeros(len(position), dtype=np.int64)
     for keep, values in zip(keeps, by, strict=True):
@@ -138,22 +141,22 @@ def standing(
 
 
 def first(position: Indices, count: float) -> Mask:
-    """The `count` slots with the smallest positions."""
+    """Return the `count` slots with the smallest positions."""
     return _lowest(np.argsort(position), count)
 
 
 def last(position: Indices, count: float) -> Mask:
-    """The `count` slots with the largest positions."""
+    """Return the `count` slots with the largest positions."""
     return _lowest(np.argsort(position)[::-1], count)
 
 
 def top(by: Array, position: Indices, count: float) -> Mask:
-    """The `count` slots that rank highest; of equals the newer ranks higher."""
+    """Return the `count` highest slots; among equals the newer is higher."""
     return _lowest(ascending(by, position)[::-1], count)
 
 
 def _lowest(order: Indices, count: float) -> Mask:
-    """The first `count` of an order: floored, at least none (a NaN is none) and at most all."""
+    """Return the first `count` of an order, rounded down; negative counts and NaN are none."""
     count = floored(count)
     mask = np.zeros(len(order), dtype=bool)
     if count > 0:
@@ -164,11 +167,11 @@ def _lowest(order: Indices, count: float) -> Mask:
 def measured(
     policy: Policy, numbers: Sequence[Numbers], scopes: Sequence[Scope], groups: Sequence[Sequence[int]]
 ) -> list[Numbers]:
-    """The heads' numbers, with the budget that each of them has at this settle.
+    """Return the heads' numbers with their budgets at this settle.
 
     Args:
         scopes: what each head's expressions see.
-        groups: of heads, by index, that agree on their victims: what they count is averaged.
+        groups: indices of heads that share victims, whose counts are averaged.
     """
     if policy.measured is None:
         return list(numbers)
@@ -183,7 +186,7 @@ def measured(
 
 @np.errstate(all="ignore")
 def _averaged(expr: Expr, scopes: Sequence[Scope]) -> Expr:
-    """The expression with what it finds of the slots put in: the mean over the heads."""
+    """Replace what an expression finds of the slots by its mean over the heads."""
 
     def rule(part: Expr) -> Expr | None:
         if part.kind != "reduce" and not is_call(part, "enough"):

@@ -1,4 +1,4 @@
-"""What one forward did to one head."""
+"""The result of one forward for one head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvdsl.interp.evaluate import Array, Indices, Mask
 
 @dataclass(frozen=True)
 class Attended:
-    """What a forward's queries gave, over the n slots that are live then; as in `Step`."""
+    """The attention of a forward over the n slots that are live then; see `Step`."""
 
     out: Array
     attn: Array
@@ -22,20 +22,20 @@ class Attended:
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward did. All but `out` is over the n slots live before the settle, the new ones last.
+    """The result of one forward. All but `out` is over the n slots that are live before the settle, the new ones last.
 
     Attributes:
         position: [n].
         score: [n], or None for a policy without one.
-        by: per keep line what it ranks or chooses by, [n], or None.
+        by: per keep line what it ranks or filters by, [n], or None.
         protected: [n] bool.
-        victims: indices of the slots that left, the first to leave first.
-        columns: the state columns, [n] each and [n, N] of a ring; none where the head keeps its history.
+        victims: indices of the evicted slots, the first victim first.
+        columns: the state columns, [n] each and [n, N] for a ring; empty if the head keeps its history.
         out: [G, Dv] of a decode step, [L, G, Dv] of a prefill.
-        attn, logit: [n] of the last query, reduced over the group; 0 and -inf where it does not attend to the slot.
-        selected: [n] what the query attended to, under `group each` [G, n]; None where it attends to everything, or in a prompt.
-        chosen: likewise what it chose for the layers above; None where the layer does not.
-        earlier: the settles of the same forward before this one: to make room under `cap hard`, or after a prompt's blocks.
+        attn, logit: [n] of the last query, reduced over the group; 0 and -inf for slots that it does not attend to.
+        selected: [n] the slots that the query attended to, [G, n] under `group each`; None for everything, and in a prompt.
+        chosen: the query's selection for the layers above, shaped like `selected`; None in other layers.
+        earlier: earlier settles of the same forward: to make room under `cap hard`, or after a prompt's blocks.
     """
 
     position: Indices
@@ -52,12 +52,12 @@ class Step:
     earlier: tuple[Step, ...] = ()
 
     def with_attended(self, attended: Attended) -> Step:
-        """The step of the forward that gave this."""
+        """Return the step with a forward's attention."""
         return replace(self, **vars(attended))
 
     @property
     def picked(self) -> Indices:
-        """The positions that a query head chose, for itself or the layers above; of a query that does not choose, all."""
+        """The positions that some query head selected, for itself or the layers above; all without a selection."""
         mask = self.selected if self.chosen is None else self.chosen
         return self.position if mask is None else self.position[mask.reshape(-1, len(self.position)).any(axis=0)]
 
@@ -71,10 +71,10 @@ class Step:
 
     @property
     def evicted(self) -> Indices:
-        """The positions of the tokens that left in this forward, the first to leave first."""
+        """The positions of the tokens evicted in this forward, the first victim first."""
         return np.concatenate([*(step.evicted for step in self.earlier), self.position[self.victims]])
 
     @property
     def kept(self) -> Indices:
-        """The positions of the tokens that stayed, ascending."""
+        """The positions of the remaining tokens, ascending."""
         return np.setdiff1d(self.position, self.evicted)

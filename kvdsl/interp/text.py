@@ -1,4 +1,4 @@
-"""A row's text as it comes in, forward by forward: what a prompt is, and what a policy's numbers are after it."""
+"""A row's text, forward by forward: what counts as a prompt, and the policy's numbers after it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvdsl.ir.nodes import Policy
 
 
 class Text:
-    """One row's heads of one layer, through prompts and the tokens that are decoded after each.
+    """One row's heads of one layer, through prompts and the tokens decoded after each.
 
-    A forward of several tokens is a prompt, and so is the very first; a single token after it is decoded. At every prompt the policy's
-    numbers are found anew, with `prompt` the row's tokens so far: earlier prompts, what was decoded after them, and the new tokens.
-    Where it is known that more will come, so many are `expected`.
+    A forward of several tokens is a prompt, and so is the first one; any other single token is decoded. Every prompt evaluates the
+    policy's numbers again, with `prompt` as the row's tokens so far: earlier prompts, decoded tokens and the new ones. If more are known
+    to come, `expected` counts them.
 
     Args:
         given: the policy's params by name.
-        expected: what `prompt` is at least.
-        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`, `kv_dtype`.
+        expected: the least value of `prompt`.
+        more: arguments of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`, `kv_dtype`.
 
     Attributes:
-        heads: what each KV head has cached.
-        numbers: since the last prompt; None before the first.
-        turns: how many turns have ended.
+        heads: the cache of each KV head.
+        numbers: the numbers since the last prompt; None before the first.
+        turns: the number of ended turns.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Text:
         self.heads: list[Head] = self._layer.empty(key_dim, value_dim)
 
     def forward(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING) -> list[Step]:
-        """Some tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv], and what the caller gives of them, [H, L] each: each head's step."""
+        """Run tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv], with the caller's values, [H, L] each; return each head's step."""
         query, key, value = floats(q), floats(k), floats(v)
         tokens = key.shape[1]
         if self.is_prompt(tokens):
@@ -63,19 +63,19 @@ class Text:
         return self.decoding.decode(self.heads, query[:, 0], key[:, 0], value[:, 0], supplied)
 
     def end_turn(self) -> list[Step]:
-        """A turn has ended: each head's step."""
+        """End a turn; return each head's step."""
         self.turns += 1
         return self._layer.end_turn(self.heads)
 
     def is_prompt(self, tokens: int) -> bool:
-        """Whether so many tokens that come in together are a prompt."""
+        """Return whether tokens that arrive together are a prompt."""
         return tokens > 1 or self.numbers is None
 
     def prompt(self, tokens: int) -> Layer:
-        """The layer as it takes in a prompt of so many tokens.
+        """Return the layer for a prompt of so many tokens.
 
         Raises:
-            ValueError: if a reduction over the last queries would go over another number of them than before.
+            ValueError: if the prompt changes the number of queries that a reduction over the last queries covers.
         """
         before = self.numbers
         self._layer = self._with_prompt(self.heads[0].seen + tokens)
@@ -88,7 +88,7 @@ class Text:
 
     @property
     def decoding(self) -> Layer:
-        """The layer as it takes in a token after the last prompt."""
+        """The layer for a token after the last prompt."""
         return self._layer
 
     def _with_prompt(self, prompt: int) -> Layer:
@@ -100,5 +100,5 @@ class Text:
         return Layer(self.policy, [numbers], **self._more)
 
     def _histories(self, numbers: Numbers) -> list[float]:
-        """Of how many queries each ring tells."""
+        """Return the number of queries of each ring."""
         return [at_least_one(numbers.value(column.size)) for column in self.policy.columns if column.size is not None]

@@ -1,4 +1,4 @@
-"""Axes of expressions: over what a value varies."""
+"""The axes over which an expression varies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIM: frozenset[Axis] = frozenset({Axis.DIM})
 
 
 def axes_of(expr: Expr) -> frozenset[Axis]:
-    """The axes of an expression. A reduction over queries, or over others, leaves the slots: it has one value per cached token."""
+    """Return the axes of an expression. A reduction over queries or other slots leaves one value per slot."""
     return _AXES[expr.kind](expr)
 
 
@@ -28,7 +28,7 @@ def _of_other(expr: Other) -> frozenset[Axis]:
 
 def _of_reduction(expr: Reduce) -> frozenset[Axis]:
     inner = axes_of(expr.body) | (NONE if expr.where is None else axes_of(expr.where))
-    if expr.within in ("page", "next") or expr.by is not None:  # every slot has the value of its page, or of its key
+    if expr.within in ("page", "next") or expr.by is not None:  # every slot has the value of its page or key
         return inner | _SLOT
     if expr.within == "text":
         return inner - {Axis.QUERY}
@@ -42,6 +42,6 @@ _AXES: Mapping[str, Callable[[Any], frozenset[Axis]]] = {
     "tensor": lambda expr: _DIM if expr.dims else NONE,
     "call": _of_call,
     "reduce": _of_reduction,
-    "rank": lambda expr: axes_of(expr.body),  # what it orders has slots, and so has its key
+    "rank": lambda expr: axes_of(expr.body),  # the body varies over slots, and so does the key
     "other": _of_other,
 }

@@ -1,11 +1,10 @@
-"""The whole intermediate representation: what a checked policy is.
+"""The intermediate representation of a checked policy.
 
-Nodes are immutable, hashable and compared by value. A `Policy` exists only after the checker has accepted its source, so
-nothing in here has to be checked again. Positions in the source are not part of the IR: every message about the source
-comes from the stages before it.
+Nodes are immutable, hashable and compared by value. Only the checker makes a `Policy`, so later stages need no checks. Nodes have
+no positions in the source: only earlier stages report on it.
 
-Expressions see one KV head of one layer. The axes of an expression (`kvdsl.ir.axes`) say over what it varies:
-queries (the tokens that attend), slots (the cached tokens) and dims (of a key, value or query vector).
+An expression sees one KV head of one layer. Its axes (`kvdsl.ir.axes`) are those it varies over: queries (the tokens that attend),
+slots (the cached tokens) and dims (of a key, value or query vector).
 """
 
 from collections.abc import Container, Iterator
@@ -26,9 +25,9 @@ class Node(BaseModel):
 
 
 class _ByKind:
-    """Checks a child by its `kind`, and says nothing of what is in it.
+    """Validates a child by its `kind` only.
 
-    pydantic's own union of the nodes would write all of them into the schema of each, which takes longer than a policy takes to check.
+    pydantic's union would copy the schemas of all nodes into each of them, which takes longer than checking a policy.
     """
 
     @classmethod
@@ -37,7 +36,7 @@ class _ByKind:
 
 
 def _expression(value: Any) -> Any:
-    """An expression, also from what `model_dump` made of one."""
+    """Return an expression, given as a node or as `model_dump` writes it."""
     if isinstance(value, Expression):
         return value
     kind = value.get("kind") if isinstance(value, dict) else None
@@ -56,7 +55,7 @@ else:
 
 
 def _row_of(table: Container[str]) -> AfterValidator:
-    """A name that stands in one of the tables of `kvdsl.ir.ops`."""
+    """Validate that a name is in one of the tables of `kvdsl.ir.ops`."""
 
     def known(name: str) -> str:
         if name not in table:
@@ -75,7 +74,7 @@ TensorAxis = Annotated[str, _row_of(AXES)]
 
 
 class Expression(Node):
-    """A node of an expression; `kind` says which, and `operands` which of its fields are expressions themselves, if they are there."""
+    """A node of an expression. `kind` is its type, and `operands` are the fields that hold expressions, if set."""
 
     operands: ClassVar[tuple[str, ...]] = ()
     kind: str
@@ -89,14 +88,14 @@ class Number(Expression):
 
 
 class ParamRef(Expression):
-    """The value of one of the policy's params."""
+    """The value of a param."""
 
     kind: Literal["param"] = "param"
     name: str
 
 
 class TensorRef(Expression):
-    """What one of the policy's tensors has for the KV head and its layer: a number, or with `dims` one for each dim of a key.
+    """A tensor's value for the KV head and layer: a number, or with `dims` a vector over the dims of a key.
 
     With `group` each query head has its own.
     """
@@ -108,9 +107,9 @@ class TensorRef(Expression):
 
 
 class GivenRef(Expression):
-    """What the cache was told of a token, for the KV head: one of the policy's `given` values. Passes make a column of it.
+    """A `given` value of a token for the KV head. Passes turn it into a column.
 
-    `marked`: it is a span, which may be marked while the token is cached, so that nothing is made of it when the token comes.
+    `marked`: the value is a span. Spans can be marked while the token is cached, so no column is made of it.
     """
 
     kind: Literal["given"] = "given"
@@ -119,10 +118,10 @@ class GivenRef(Expression):
 
 
 class Input(Expression):
-    """Something the kernel sees: a probability, a vector, a position, a count.
+    """An input: a probability, a vector, a position or a count.
 
-    `observed` is the number of queries that could see the slot while it was cached; `count()` means it. `prev` is, in the body of a fold,
-    what it came to before.
+    `observed` is the number of queries that could see the slot while it was cached, written `count()`. `prev` is the previous value in
+    the body of a fold.
     """
 
     kind: Literal["input"] = "input"
@@ -132,24 +131,22 @@ class Input(Expression):
 class Call(Expression):
     """An operation on the values of `args`, by its name in `kvdsl.ir.ops.OPERATIONS`.
 
-    Functions and operators work on each number by itself: `where(c, a, b)` is a where c holds, else b; comparisons and logic give 0 or 1.
-    The others:
+    Functions and operators are elementwise: `where(c, a, b)` is a where c holds, else b; comparisons and logic give 0 or 1. The others:
 
-    - `random()`: a counter-based number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position). Inside a reduction
-      over queries the newest position is the query's own, so that each query draws for each slot.
-    - `project(x, matrix)`: a vector over the dims of a key as one over the `rank` of a matrix.
-    - `turn(x, n)`, of a vector over the dims of a key: rotated on by n places, as the model rotates. `ahead(x, n)`: the mean of it turned
-      back by the places newest + 1, ..., newest + n; with a factor, newest + 1, newest + factor, newest + factor ** 2 and so on.
-      `pairs(x)`: at each dim the length of the pair that is rotated together; of a dim that is not rotated its own.
-    - `leverage(x, ridge)`, of each slot's vector: x times the inverse of (the sum of x xᵀ over slots + ridge times the identity) times x.
-      NaN where there is no inverse.
-    - `enough(x, share, by)`: how many slots it takes, the highest `by` first, until their x come to a share of the sum over all: one at
-      least. It ranges over the slots that a `Reduce` over slots would. Of equals the newer is first, a NaN last; where the sum is never
-      reached, which a NaN among the values makes so, it takes all slots. Only counts read it: a budget, and how many are selected.
-    - `max_pool(x, n)`, `mean_pool(x, n)`: at every unprotected slot the largest (or mean) x of the unprotected slots at most n // 2 places
-      before or behind. Places are counted among the unprotected slots in the order of the text; a protected slot has its own x. Only a
-      score pools.
-    - `begun(held, start)`: what is held, or start where that is NaN. Only passes make it, of the column of a fold.
+    - `random()`: a counter-based number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position). Inside a
+      reduction over queries the newest position is the query's own, so each query draws a number for each slot.
+    - `project(x, matrix)`: a vector over the dims of a key, projected onto the `rank` of a matrix.
+    - `turn(x, n)`: a vector over the dims of a key, rotated by n more positions, as the model rotates.
+    - `ahead(x, n)`: the mean of x rotated back by the positions newest + 1, ..., newest + n; with a factor, by newest + 1,
+      newest + factor, newest + factor ** 2 and so on, n in all.
+    - `pairs(x)`: at each dim the L2 norm of its RoPE pair; the magnitude of a dim that is not rotated.
+    - `leverage(x, ridge)`: xᵀ (XᵀX + ridge I)⁻¹ x for each row x of the slots' vectors X; NaN if there is no inverse.
+    - `enough(x, share, by)`: the smallest number of slots, in order of falling `by`, whose x sum to `share` of the total, at least one.
+      It ranges over the slots of a `Reduce` over slots. Among equals the newer comes first, NaN last. If the sum is never reached, as
+      with a NaN in x, it is all slots. Only counts read it: a budget, or the count of `select`.
+    - `max_pool(x, n)`, `mean_pool(x, n)`: at each unprotected slot the largest (or mean) x of the unprotected slots at most n // 2
+      places before or after it, in the order of the text without protected slots. A protected slot has its own x. Only a score pools.
+    - `begun(held, start)`: held, or start where held is NaN. Only passes make it, to read a fold's column.
     """
 
     kind: Literal["call"] = "call"
@@ -160,17 +157,18 @@ class Call(Expression):
 class Reduce(Expression):
     """A reduction of `body` over one axis.
 
-    Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last` over those
-    of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and each later one
-    gives d * ema + (1 - d) * value, with `argument` as d. Within `text` it ranges over all queries of the prompt behind the
-    first `after` places, whether they saw the slot or not, and leaves no slots of its own.
-    Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within `page` it
-    gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it.
-    Over dims within `sketch` it ranges over the sketch's dims only.
-    Over others it ranges, for each live slot, over all other live slots of its KV head (`Other`); within `self` over all of them.
-    Over heads it ranges over a layer's KV heads, each of which has one number; only a layer's weight (`AcrossLayers`) does.
-    With `where` only what that holds for is reduced. With `by` every slot has the reduction of the slots with the same key as its own.
-    `std` and `var` are the population's.
+    - Queries: those that could see the slot while it was cached, its own token's included; with `last`, only those among the row's
+      newest `last` queries. `ema` starts with the slot's first query and continues as d * ema + (1 - d) * value, with `argument` as d.
+      Within `text`, all queries of the prompt except the first `after`, whether they saw the slot or not.
+    - Slots: those that the query sees (inside a reduction over queries), or the live slots. Within `page` each slot gets the value of
+      its page (`Policy.pages`), within `next` that of the following page.
+    - Dims: all, or within `sketch` those of the sketch.
+    - Others: for each live slot, all other live slots of its KV head (`Other`); within `self` the slot itself as well.
+    - Heads: the layer's KV heads, one number each. Only a layer's weight (`AcrossLayers`), a selection and scores of heads that share
+      a budget use it.
+
+    `where` filters what is reduced. With `by` each slot gets the reduction of the slots with its key. `std` and `var` are the
+    population's.
     """
 
     operands = ("body", "last", "argument", "after", "where", "by")
@@ -187,12 +185,12 @@ class Reduce(Expression):
 
     @property
     def over(self) -> str:
-        """Which of `kvdsl.ir.ops.RANGES` it ranges over."""
+        """The name of its range in `kvdsl.ir.ops.RANGES`."""
         return ops.range_of(self.axis, self.within, last=self.last is not None)
 
 
 class Other(Expression):
-    """In a reduction over others, what the other slot has of `body`."""
+    """The other slot's value of `body`, in a reduction over others."""
 
     operands = ("body",)
     kind: Literal["other"] = "other"
@@ -200,10 +198,10 @@ class Other(Expression):
 
 
 class Fold(Expression):
-    """A recurrence of one's own: what `body` makes of what it made before (the input `prev`), beginning with `start`.
+    """A recurrence: `body` computes the next value from the previous one (the input `prev`), starting with `start`.
 
-    Over queries `body` is found at every query that sees the slot; another fold in it is read as it was before that query. Over prunes
-    it is found in a settle, and remembered if the KV head loses tokens in it. Where it is NaN, a fold begins anew, as `start`.
+    Over queries it is updated by every query that sees the slot; another fold in its body has its value before that query. Over prunes
+    it is computed in a settle, and stored if the KV head evicts tokens in it. A NaN restarts the fold.
     """
 
     operands = ("body", "start")
@@ -214,11 +212,11 @@ class Fold(Expression):
 
 
 class Rank(Expression):
-    """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
+    """The number of slots with a lower `body`: 0 for the lowest, NaN below every number, among equals the older first.
 
-    Of the slots that the query sees (inside a reduction over queries, or in a selection), or of the live slots; within a page of
-    those of the slot's page; within heads of the live slots of all KV heads of the layer, of equals the older, then the lower head's. With
-    `by` of those with the same key as the slot.
+    The slots are those that the query sees (inside a reduction over queries, or in a selection), or the live slots; within `page`
+    those of the slot's page; within `heads` the live slots of all KV heads of the layer, among equals the older, then the lower head's.
+    With `by` they are those with the slot's key.
     """
 
     operands = ("body", "by")
@@ -229,9 +227,7 @@ class Rank(Expression):
 
 
 class ColumnRef(Expression):
-    """What a state column holds of a slot; of a ring, reduced by `op`, perhaps with an argument. Only passes make these
-    (`kvdsl.passes.columns`).
-    """
+    """A slot's value of a state column, or with `op` a reduction of its ring. Only `kvdsl.passes.columns` makes it."""
 
     operands = ("argument",)
     kind: Literal["column"] = "column"
@@ -248,24 +244,24 @@ PREVIOUS = Input(name="prev")
 
 
 def call(op: str, *args: Expr) -> Call:
-    """An operation on these operands."""
+    """Return an operation on these operands."""
     return Call(op=op, args=args)
 
 
 def is_call(expr: Expr | None, *ops: str) -> TypeGuard[Call]:
-    """Whether an expression is one of these operations."""
+    """Return whether an expression is one of these operations."""
     return isinstance(expr, Call) and expr.op in ops
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """The direct operands of an expression."""
+    """Return the direct operands of an expression."""
     if isinstance(expr, Call):
         return expr.args
     return tuple(part for name in expr.operands if (part := getattr(expr, name)) is not None)
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """The expression and everything in it, outermost first."""
+    """Yield the expression and everything in it, outermost first."""
     yield expr
     for child in children(expr):
         yield from walk(child)
@@ -275,14 +271,14 @@ Kind = TypeVar("Kind", bound=Expression)
 
 
 def parts_of(expr: Expr, kind: type[Kind], **having: object) -> Iterator[Kind]:
-    """The nodes of a kind in an expression, outermost first, whose fields have these values."""
+    """Yield the nodes of a kind in an expression whose fields have these values, outermost first."""
     for part in walk(expr):
         if isinstance(part, kind) and all(getattr(part, name) == value for name, value in having.items()):
             yield part
 
 
 def has(expr: Expr, kind: type[Expression], **having: object) -> bool:
-    """Whether there is one."""
+    """Return whether an expression has such a node."""
     return next(parts_of(expr, kind, **having), None) is not None
 
 
@@ -290,7 +286,7 @@ def has(expr: Expr, kind: type[Expression], **having: object) -> bool:
 
 
 class Param(Node):
-    """A number that the user may set. `default` may read the params before it."""
+    """A number that the user can set. `default` may read the params before it."""
 
     name: str
     default: Expr
@@ -300,12 +296,12 @@ class Param(Node):
 
 
 class Tensor(Node):
-    """Numbers of a file: of every layer, KV head and dim, or of some of these, in the order of `axes`.
+    """Numbers from a file, by some of layer, KV head, dim and others, in the order of `axes`.
 
     Attributes:
-        name: in the policy as in the file.
-        file: as it is written, from the folder of the .kv file on.
-        path: where that was when the policy was checked.
+        name: the name in the policy and in the file.
+        file: the path as written, relative to the folder of the .kv file.
+        path: the resolved path at the time of the check.
     """
 
     name: str
@@ -315,10 +311,10 @@ class Tensor(Node):
 
 
 class Given(Node):
-    """A number of every token that the cache is told, or where nothing is said `default`; None: then it has to be.
+    """A number per token from outside, or its `default`; None if it is required.
 
-    `source`: who says it. `caller`: a function, for every KV head; `spans`: 1 where the caller marks the token by this name, else 0;
-    the name of an input: the cache itself.
+    `source`: `caller` for a function called per KV head; `spans` for 1 where the caller marks the token under this name, else 0; or the
+    name of an input that the cache provides itself.
     """
 
     name: str
@@ -327,7 +323,7 @@ class Given(Node):
 
 
 class Keep(Node):
-    """What may not leave: the first or last `count` tokens, the top `count` by `by`, or the slots where `by` holds."""
+    """Tokens to protect: the first or last `count`, the top `count` by `by`, or those where `by` holds."""
 
     scope: Literal["first", "last", "top", "where"]
     count: Expr | None = None
@@ -335,18 +331,17 @@ class Keep(Node):
 
 
 class Select(Node):
-    """Attend to `count` tokens only, the top by `by` (axes query and slot), in layers `low` to `high`, ends included.
+    """Attend to the top `count` tokens by `by` (axes query and slot) only, in layers `low` to `high` inclusive.
 
-    With `measured` it is that many, which each query finds out, and `count` what it cannot exceed.
+    With `measured` each query computes the count, up to `count`.
 
-    With `choosing` these layers choose, and attend to everything themselves; each of the others attends to what the nearest of them
-    below has chosen, head by head, and those below all of them to everything.
+    With `choosing` these layers select and attend to everything themselves. Every other layer attends, head by head, to the choice of
+    the nearest such layer below; layers below all of them attend to everything.
 
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
     (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
 
-    With `weight` (axes query and slot) each that is attended to counts in the softmax so many times; one whose weight is no positive
-    number has no share.
+    With `weight` (axes query and slot) each token counts that many times in the softmax; one without a positive weight has no share.
     """
 
     count: Expr
@@ -359,10 +354,10 @@ class Select(Node):
 
 
 class AcrossLayers(Node):
-    """How the layers share their budgets once all have seen the prompt.
+    """How layers share their budgets after the prompt.
 
-    With `by`, one number per layer, each layer gets a share of them in proportion to that, and of its own budget at least `floor`.
-    Without, the lowest scores of all layers and heads leave, and each head keeps at least floor(floor * budget).
+    With `by`, one number per layer, each layer gets a share in proportion to it, and at least `floor` of its own budget. Without `by`
+    the lowest scores of all layers and heads are evicted, and each head keeps at least floor(floor * budget).
     """
 
     by: Expr | None = None
@@ -370,7 +365,7 @@ class AcrossLayers(Node):
 
 
 class Sketch(Node):
-    """The top `count` dims by `by` (axes query and dim), found at the last prompt query and then at every `every`-th decode query."""
+    """The top `count` dims by `by` (axes query and dim), computed at the last prompt query and at every `every`-th decode query."""
 
     count: Expr
     by: Expr
@@ -378,19 +373,19 @@ class Sketch(Node):
 
 
 class LayerRange(Node):
-    """Layers `low` to `high`, counted from 0, ends included; None is open."""
+    """Layers `low` to `high` inclusive, counted from 0; None is open."""
 
     low: Expr | None = None
     high: Expr | None = None
 
 
 class Column(Node):
-    """What the kernels keep up to date per slot: one float32, or with the rule `ring` as many as `size` says.
+    """Per-slot state that kernels update: one float32, or with the rule `ring` `size` of them.
 
-    `rule` says how: `sum`, `squares` (the sum of squares), `max`, `min`, `last` and `ema` (with `decay`) fold `body` (axes query
-    and slot) over the queries that see the slot; `ring` holds what the query at position p gave in its place p modulo `size`;
-    `fold` is `body` itself, which reads the column as it was before the query; `prune` is `body` (axes slot) at the last prune;
-    `token` is `body` (axes slot, from k and v) at the moment the token is placed.
+    `sum`, `squares` (the sum of squares), `max`, `min`, `last` and `ema` (with `decay`) fold `body` (axes query and slot) over the queries
+    that see the slot. `ring` holds the body of the query at position p at index p modulo `size`. `fold` is `body`, which reads the
+    column's value before the query. `prune` is `body` (axis slot) at the last prune. `token` is `body` (axis slot, from k and v) when
+    the token is placed.
     """
 
     name: str
@@ -405,29 +400,30 @@ class Policy(Node):
 
     Attributes:
         name: the published spelling; the cache class is `<name>Cache`.
-        stem: the file's stem: the package's and the command line's name.
-        tensors, given: those that something reads.
+        stem: the file's stem, used for the package and on the command line.
+        tensors: the tensors that are read.
+        given: the given values that are read.
         budget: tokens kept per KV head after a settle (the soft capacity C); None keeps everything.
-        measured: not None: the budget reads the data. It is found at every settle, from the slots before it, and `budget` is what it
-            cannot exceed. C is then the smaller of both, floored, and 1 at least.
-        across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
-        across_layers: how the layers share their budgets; None: each has its own.
-        score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
-        ends_last: whether what `keep first` and `keep last` protect leaves only when nothing else is left, and not as whatever is
-            protected (edition 1); False, too, where the policy has no other `keep`, as it makes no difference then.
-        victims: who must agree on the victims: each head by itself, a layer's heads, or the heads of all layers.
+        measured: a data-dependent budget, evaluated at every settle on the slots before it. C is then the smaller of it and `budget`,
+            rounded down, at least 1.
+        across: if set, the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
+        across_layers: how the layers share their budgets; None if each has its own.
+        score: one number per slot; the lowest is evicted first. None exactly if `budget` is None.
+        ends_last: whether tokens of `keep first` and `keep last` yield after all others, rather than like any protected token
+            (edition 1). False, too, if the policy has no other `keep`, where both mean the same.
+        victims: who shares victims: each head has its own, a layer's heads agree, or the heads of all layers.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
-        cap: `hard` makes room before a token is placed that would exceed C + slack.
-        select, sketch, pages: what a decode query attends to; None: everything.
-        pages_after: how many tokens lie before the page from which pages are counted; None: none.
-        layers: where the policy evicts; elsewhere the cache grows. None: everywhere.
-        when: the phase in which it evicts.
-        group: how a group's query heads are reduced; `each`: they are not, and every one selects for itself.
-        positions: what a key's rotation tells: its place in the text, or its rank among the live slots.
-        storage, block, rope: how slots lie in memory and how compact positions are served; no meaning of their own.
+        cap: `hard` evicts before a token is placed that would exceed C + slack.
+        select, sketch, pages: what a decode query attends to; None for everything.
+        pages_after: the number of tokens before the first page; None for none.
+        layers: the layers that evict; None for all. The cache of other layers grows.
+        when: the phase in which tokens are evicted.
+        group: the reduction over a GQA group's query heads; `each` if every query head selects for itself.
+        positions: the position that rotates a key: its place in the text, or its rank among the live slots.
+        storage, block, rope: memory layout and how compact positions are computed; they do not change results.
         prefill, prefill_block: one settle per prompt forward, or one after every `prefill_block`-th token of a row.
-        columns: the state columns; empty until `kvdsl.passes.columns` has run.
+        columns: the state columns; empty before `kvdsl.passes.columns`.
     """
 
     name: str
@@ -465,22 +461,22 @@ class Policy(Node):
 
     @property
     def one_pool(self) -> bool:
-        """Whether all layers and heads lose tokens to each other."""
+        """Whether all layers and heads compete for one pool of slots."""
         return self.across_layers is not None and self.across_layers.by is None
 
     @property
     def heads_vote(self) -> bool:
-        """Whether what a decode query attends to is chosen by what all KV heads of a layer find."""
+        """Whether the KV heads of a layer select together."""
         return self.select is not None and has(self.select.by, Reduce, axis=Axis.HEAD)
 
     @property
     def reuses(self) -> bool:
-        """Whether layers take over what another one's queries choose."""
+        """Whether layers reuse the selection of another layer."""
         return self.select is not None and bool(self.select.choosing)
 
     @property
     def weighs(self) -> bool:
-        """Whether what a decode query attends to counts by a weight."""
+        """Whether selected tokens have weights in the softmax."""
         return self.select is not None and self.select.weight is not None
 
     @property
@@ -490,14 +486,14 @@ class Policy(Node):
 
     @property
     def settles_turns(self) -> bool:
-        """Whether tokens may leave when a turn ends: its budget counts what is cached, by how many turns have ended."""
+        """Whether the end of a turn can evict tokens: the budget depends on the data, and something reads `turns`."""
         exprs = (self.measured, self.score, *(keep.by for keep in self.keeps))
         reads = any(has(expr, Input, name="turns") for expr in exprs if expr is not None)
         return reads and self.measured is not None and self.when == "both"
 
     @property
     def rotates(self) -> bool:
-        """Whether an expression asks how the model rotates keys."""
+        """Whether an expression reads the model's rotation."""
         by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
         by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
         by += [] if self.select is None else [self.select.measured, self.select.weight]
@@ -505,16 +501,16 @@ class Policy(Node):
 
     @property
     def remembers_prompts(self) -> bool:
-        """Whether reductions `over last N queries` count those of the prompt that is being read: nobody else asks for them."""
+        """Whether reductions `over last N queries` count only the current prompt's queries, because nothing else reads them."""
         return self.when == "prefill" and self.select is None
 
     @property
     def forgets(self) -> bool:
-        """Whether all that it knows of queries goes with the prompt that they are of."""
+        """Whether all state about queries can be dropped after each prompt."""
         rules = {column.rule for column in self.columns}
         return self.remembers_prompts and "ring" in rules and rules <= {"ring", "token"}
 
     @property
     def heads_share(self) -> bool:
-        """Whether the KV heads of a layer may keep unequally many tokens of one budget."""
+        """Whether the KV heads of a layer share one budget and may keep different numbers of tokens."""
         return self.across is not None or self.one_pool

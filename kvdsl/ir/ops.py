@@ -1,10 +1,10 @@
-"""The operations of the language, one row each: what everything else knows of them by itself.
+"""The operations of the language, one row each.
 
-The checker, the passes, the printer, the targets, the documents and the random policies of the tests read these tables, so that
-an operation is added here first. What it computes is said by `kvdsl.interp`, by its name; what has code for it, by each target
-(`CAN` in `kvdsl/lower/*.py`). An operation that somebody does not know is an error there, never another operation.
+The checker, the passes, the printer, the targets, the documents and the tests' random policies read these tables, so a new
+operation starts here. `kvdsl.interp` defines its result, by name, and each target its code (`CAN` in `kvdsl/lower/*.py`). A consumer
+that lacks an operation fails; it never uses another one.
 
-Nothing here is slow to import: no pydantic, no NumPy.
+This module imports quickly: no pydantic, no NumPy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Protocol, TypeVar
 
 
 class Axis(str, Enum):
-    """What an expression can vary over."""
+    """An axis of an expression."""
 
     QUERY = "query"
     SLOT = "slot"
     DIM = "dim"
-    OTHER = "other slot"  # with which a slot is compared, in a reduction over others
-    HEAD = "KV head"  # of a layer; nothing is written of several, but a reduction over them
+    OTHER = "other slot"  # in a reduction over others, the slot that a slot is compared with
+    HEAD = "KV head"  # of a layer; only a reduction over heads reads several
 
 
 class _Named(Protocol):
@@ -43,14 +43,14 @@ def _table(rows: Iterable[_Row]) -> dict[str, _Row]:
 
 @dataclass(frozen=True)
 class InputRow:
-    """Something that an expression can read.
+    """An input of expressions.
 
     Attributes:
         doc: one line, for the language's reference.
-        reads: the tensor that it needs beside positions, in words.
-        fixed: whether it is a number that is known once the prompt is.
-        told: whether it is a number of each token that the cache is told when the token comes, and keeps in a column if something reads it.
-        written: how it is written, if not by its name.
+        reads: the tensor that it needs besides positions, in words.
+        fixed: whether it is a number that is fixed once the prompt is known.
+        per_token: whether the cache receives it with each token, and stores it in a column if something reads it.
+        written: its spelling, if it is not its name.
     """
 
     name: str
@@ -58,7 +58,7 @@ class InputRow:
     doc: str
     reads: str = ""
     fixed: bool = False
-    told: bool = False
+    per_token: bool = False
     written: str = ""
 
 
@@ -97,9 +97,9 @@ INPUTS = _table(
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
         InputRow("age", _SLOT, "newest position minus `position`"),
-        InputRow("token", _SLOT, "the token's id: `token == 198`", told=True),
-        InputRow("turn", _SLOT, "the turn of the chat in which the token came, from 0", told=True),
-        InputRow("turns", _NONE, "how many turns have ended: `turn < turns` holds for tokens of earlier ones"),
+        InputRow("token", _SLOT, "the token's id: `token == 198`", per_token=True),
+        InputRow("turn", _SLOT, "the turn of the chat in which the token came, from 0", per_token=True),
+        InputRow("turns", _NONE, "how many turns have ended: `turn < turns` holds for tokens of earlier turns"),
         InputRow(
             "budget", _NONE, "the number of tokens to keep; in the statement `budget` the param of that name", fixed=True
         ),
@@ -111,7 +111,7 @@ INPUTS = _table(
         ),
         InputRow("prompt", _NONE, "each row's tokens up to the end of its last prompt, padding not counted", fixed=True),
         InputRow("layer", _NONE, "the layer's number, from 0", fixed=True),
-        InputRow("layers", _NONE, "how many there are", fixed=True),
+        InputRow("layers", _NONE, "the number of layers", fixed=True),
         InputRow("everything", _NONE, "unlimited: a KV head with this budget keeps every token", fixed=True),
         InputRow("query_position", frozenset({Axis.QUERY}), "the query's own place in the text"),
         InputRow("scaling", _NONE, "the softmax scale"),
@@ -121,13 +121,13 @@ INPUTS = _table(
 )
 
 OF_QUERY_HEADS = ("q", "query_head")
-"""What differs between the query heads of a KV head's group."""
+"""The inputs that differ between the query heads of a GQA group."""
 
 FIXED = tuple(row.name for row in INPUTS.values() if row.fixed)
-"""What a budget or a count may read, beside params."""
+"""The inputs that a budget or a count may read, besides params."""
 
 TABLED = (*FIXED, "turns")
-"""What kernels read of a row's table of numbers, beside params."""
+"""The inputs that kernels read from a row's table of numbers, besides params."""
 
 
 # -- functions and operators -------------------------------------------------------------------------------------------
@@ -138,11 +138,10 @@ class FunctionRow:
     """An elementwise function.
 
     Attributes:
-        value: of numbers, in float64; an error where there is none.
-        arguments: how many, of one that is written as a call; None for the operators of one operand.
-        doc: one line; functions that share it stand in one line of the language's reference.
-        code: by target (`cpp`, `torch`, `triton`), the function that it is there. A target that is not named refuses it, unless its
-            printer has code of another form.
+        value: its value in float64; raises an error if there is none.
+        arguments: the number of arguments of a call; None for unary operators.
+        doc: one line; functions that share it share a line of the language's reference.
+        code: the function's name in each target (`cpp`, `torch`, `triton`). Other targets refuse it, unless their printer handles it.
     """
 
     name: str
@@ -157,7 +156,7 @@ _OF_SEVERAL = "the larger or smaller of two or more"
 
 
 def _mathematical(name: str, value: Callable[[float], float], **code: str) -> FunctionRow:
-    """A function that every target has by its name, or by another."""
+    """Make a row for a function with the same name in every target, except those in `code`."""
     named = {"torch": f"torch.{name}", "cpp": f"std::{name}", "triton": f"tl.{name}"}
     return FunctionRow(name, value, 1, _AS_IN_MATHEMATICS, named | code)
 
@@ -184,17 +183,17 @@ FUNCTIONS = _table(
 )
 
 ELEMENTWISE = {row.name: row.arguments for row in FUNCTIONS.values() if row.arguments is not None}
-"""The functions that are called by name, and how many arguments they take; `max` and `min` take more, too."""
+"""The functions that are called by name, with their number of arguments; `max` and `min` also take more."""
 
 
 class Strength(IntEnum):
-    """How tightly what is written holds together: an operand that is weaker than its place stands in parentheses."""
+    """How tightly an expression binds: a weaker operand is put in parentheses."""
 
     OR, AND, NOT, COMPARE, SUM, PRODUCT, FACTOR, POWER, ATOM = range(9)
 
 
 class Kind(Enum):
-    """What an operator is between, and what it gives."""
+    """The operands and result of an operator."""
 
     ARITHMETIC = "numbers, a number"
     COMPARISON = "numbers, a condition"
@@ -206,9 +205,10 @@ class OperatorRow:
     """A binary operator.
 
     Attributes:
-        name: as it is written. `word`: as a part of a column's name.
-        value: of numbers, in float64; an error where there is none.
-        code: as `FunctionRow` has it, for targets in which it is a function.
+        name: its spelling.
+        word: its name in a column's name.
+        value: its value in float64; raises an error if there is none.
+        code: as in `FunctionRow`, for targets in which it is a function.
     """
 
     name: str
@@ -220,7 +220,7 @@ class OperatorRow:
 
     @property
     def sides(self) -> tuple[Strength, Strength]:
-        """How strong its operands have to be: `a - b - c` is of `a - b`, comparisons are of none, and `**` binds to the right."""
+        """The least strengths of its operands: `a - b - c` groups left, comparisons do not chain, and `**` groups right."""
         if self.strength is Strength.POWER:
             return Strength.ATOM, Strength.FACTOR
         above = Strength(self.strength + 1)
@@ -256,7 +256,7 @@ OPERATORS = _table(
 COMPARISONS = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.COMPARISON)
 LOGICAL = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.LOGICAL)
 CONDITIONS = COMPARISONS | LOGICAL | {"not"}
-"""What is true or false rather than a number."""
+"""The operations that give a condition rather than a number."""
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -273,15 +273,15 @@ RANGES = {
     "heads": "over heads",
     "text": "over text",
 }
-"""What a reduction can range over, and how a sentence says it."""
+"""The ranges of reductions, and their names in sentences."""
 
 
 FARTHEST, MOST_STEPS = 65_536, 32
-"""How many places `ahead` looks ahead at most, one by one, and by steps that grow."""
+"""The most positions that `ahead` looks ahead, one by one, and with a factor."""
 
 
 def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
-    """Which of `RANGES` it is: an axis, all of it or a part, or only the last queries."""
+    """Return the name in `RANGES` of an axis, a part of it, or the last queries."""
     if last:
         return "history"
     words = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTHER: "others", Axis.HEAD: "heads"}
@@ -289,8 +289,8 @@ def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
 
 
 Formula = float | str | tuple[object, ...]
-"""How a reduction is made of others: a number, `x` for what is reduced, `count` for how many queries saw the slot, or a tuple of
-a function, an operator or a reduction and what it takes. A reduction ranges over what the whole does; over queries it is a column."""
+"""A reduction made of others: a number, `x` for the body, `count` for the number of queries that saw the slot, or a tuple of a
+function, operator or reduction and its operands. Inner reductions have the range of the whole; over queries each is a column."""
 
 
 @dataclass(frozen=True)
@@ -299,13 +299,12 @@ class ReductionRow:
 
     Attributes:
         doc: one line, for the language's reference.
-        over: what it can range over.
-        argument: what its second argument is, a number from 0 to 1; empty if it takes none.
-        rises: whether it can only rise if one of the values does, so that it lies between what their bounds give.
-        of_nothing: what it is where no query of the range saw the slot, of a page that is not there, and of others where there are none.
-        columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
-        parts: how it is made of simpler reductions over slots or dims, for targets without code of their own; None if it is as simple
-            as it gets.
+        over: the ranges that it supports.
+        argument: the name of its second argument, a number from 0 to 1; empty if it takes none.
+        rises: whether it is monotonic in each value, so that bounds of the values bound it.
+        of_nothing: its value if no query of the range saw the slot, for a missing page, and without other slots.
+        columns: its formula in columns (`RULES`), one query at a time; None if it is a rule itself.
+        parts: its formula in simpler reductions over slots or dims, for targets without code for it; None if there is none.
     """
 
     name: str
@@ -334,7 +333,7 @@ REDUCTIONS = _table(
             "the variance, of the population",
             _EVERYWHERE,
             rises=False,
-            # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
+            # Rounding can make the difference negative, where no deviation exists (reference: E1).
             columns=("max", ("-", ("/", ("squares", "x"), "count"), ("**", ("mean", "x"), 2)), 0),
             parts=("mean", _SQUARED_DISTANCE),
         ),
@@ -343,11 +342,11 @@ REDUCTIONS = _table(
         ReductionRow("median", "the middle one, or the mean of the middle two", ("slots", "history")),
         ReductionRow(
             "quantile",
-            "what the share p of the values does not exceed; between two of them in proportion, so that a p of 0.5 is the median",
+            "the value that the ratio p of the values does not exceed, interpolated linearly: a p of 0.5 is the median",
             ("history",),
             argument="p",
         ),
-        ReductionRow("last", "what the newest query gives", ("queries",)),
+        ReductionRow("last", "the value of the newest query", ("queries",)),
         ReductionRow(
             "ema",
             "the moving average: the first query gives x, each later one makes it d * ema + (1 - d) * x",
@@ -358,21 +357,21 @@ REDUCTIONS = _table(
 )
 
 PLAIN_REDUCTIONS = tuple(row.name for row in REDUCTIONS.values() if not row.argument)
-"""The reductions of one value and nothing else."""
+"""The reductions of one value without a second argument."""
 
 
 def reducing(over: str) -> tuple[str, ...]:
-    """The plain reductions over one of `RANGES`."""
+    """Return the plain reductions over one of `RANGES`."""
     return tuple(name for name in PLAIN_REDUCTIONS if over in REDUCTIONS[name].over)
 
 
 @dataclass(frozen=True)
 class RuleRow:
-    """How a state column is kept up to date; see `kvdsl.ir.nodes.Column`.
+    """How a state column is updated; see `kvdsl.ir.nodes.Column`.
 
     Attributes:
         doc: what it holds of {}, in words.
-        fresh: what it holds before the first query.
+        fresh: its value before the first query.
     """
 
     name: str
@@ -392,13 +391,13 @@ RULES = _table(
             "ema", "the moving average of {} over the queries that see the token, which keeps {decay} of itself", math.nan
         ),
         RuleRow("ring", "{}, from each of the last {size} queries", math.nan),
-        RuleRow("fold", "what every query that sees the token makes of what was there: {}", math.nan),
-        RuleRow("prune", "what every prune makes of what was there: {}", math.nan),
+        RuleRow("fold", "a value that every query that sees the token updates: {}", math.nan),
+        RuleRow("prune", "a value that every prune updates: {}", math.nan),
     ]
 )
 
 
-# -- what is written as a function, too --------------------------------------------------------------------------------
+# -- other operations written as functions ----------------------------------------------------------------------------
 
 
 Axes = frozenset[Axis]
@@ -414,11 +413,10 @@ def _of_slots(_: Axes) -> Axes:
 
 @dataclass(frozen=True)
 class FormRow:
-    """What is written as a function, too.
+    """An operation written as a function that is neither elementwise nor a reduction.
 
     Attributes:
-        axes: over what it varies, given over what its operands do; None of what is no operation: it stands for something of other tables,
-            or binds names.
+        axes: the axes of the result, given those of the operands; None for what is no `Call`.
     """
 
     name: str
@@ -427,7 +425,7 @@ class FormRow:
     axes: Callable[[Axes], Axes] | None = None
 
 
-_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
+_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or after"
 
 FORMS = _table(
     [
@@ -447,8 +445,8 @@ FORMS = _table(
         FormRow(
             "ahead",
             "ahead(x, n)",
-            "the key x as the next n queries find it: its product with an unrotated query is the mean of what that gives it from there; "
-            "`ahead(x, n, 2)`: from 1, 2, 4, ... places behind the newest token",
+            "the key x as seen by the next n queries: its product with an unrotated query is the mean over their positions; "
+            "`ahead(x, n, 2)`: over the positions 1, 2, 4, ... after the newest token",
             _of_operands,
         ),
         FormRow(
@@ -460,29 +458,30 @@ FORMS = _table(
         FormRow(
             "leverage",
             "leverage(x, ridge)",
-            "how little of a slot's vector x the others span: x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
+            "the leverage of a slot's vector x, high if the others do not span it: "
+            "x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
             _of_slots,
         ),
         FormRow(
             "other",
             "other(x)",
-            "what the other slot has where a slot is compared with each: `max(dot(k, other(k)) over others)`",
+            "the value of the other slot, where a slot is compared with each other one: `max(dot(k, other(k)) over others)`",
         ),
         FormRow(
             "rank",
             "rank(x)",
-            "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x by key)` of those "
-            "with its key, `rank(x over heads)` among the slots of all KV heads, for those that share a budget",
+            "how many slots have a lower x: 0 for the lowest, NaN below all numbers, among equals the older first; "
+            "`rank(x by key)` among those with its key, `rank(x over heads)` among the slots of all KV heads, if they share a budget",
         ),
         FormRow(
             "fold",
             "fold(x, start)",
-            "what x makes, query by query, of what it made before, `prev`, which is `start` at first; `fold(x over prunes, start)`",
+            "x, updated by every query from its previous value `prev`, at first `start`; `fold(x over prunes, start)` at every prune",
         ),
         FormRow(
             "enough",
             "enough(x, p)",
-            "the fewest tokens, the highest x first, whose x come to the share p of all; `enough(x, p, y)`: the highest y first",
+            "the fewest tokens, the highest x first, whose x sum to the ratio p of the total; `enough(x, p, y)`: the highest y first",
             lambda axes: axes - _SLOT,
         ),
         FormRow(
@@ -502,18 +501,17 @@ OPERATIONS: dict[str, Callable[[Axes], Axes]] = {
     **dict.fromkeys((*FUNCTIONS, *OPERATORS, "begun"), _of_operands),
     **{row.name: row.axes for row in FORMS.values() if row.axes is not None},
 }
-"""What a `Call` of the IR may be, and over what it varies. `begun`, which only passes make, is what a fold's column holds, or its start
-where that is NaN."""
+"""The operations of `Call`, with the axes of the result given those of the operands. Only passes make `begun`."""
 
 
 def functions_of(target: str) -> dict[str, str]:
-    """The functions and operators that are functions of a target, and what they are called there."""
+    """Return the functions and operators that a target writes as function calls, with their names there."""
     tables: tuple[Mapping[str, FunctionRow | OperatorRow], ...] = (FUNCTIONS, OPERATORS)
     return {name: row.code[target] for table in tables for name, row in table.items() if target in row.code}
 
 
 PRELUDE = frozenset({"abs", "ceil", "exp", "sqrt", "var", "std", "ema", "last"})
-"""Operations that the prelude makes of others, and that are known for what they are however they are written (`kvdsl.passes.known`)."""
+"""Operations that the prelude defines through others, and that are recognized in any spelling (`kvdsl.passes.known`)."""
 
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
 NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS}) - PRELUDE

@@ -1,6 +1,6 @@
-"""The intermediate representation as text, in the language's own notation: for messages, `explain` and generated comments.
+"""Print the intermediate representation in the language's own notation, for messages, `explain` and generated comments.
 
-What it prints of a policy can be parsed again, and means the same.
+A printed policy parses to the same policy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SLOT = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 def print_expression(expr: Expr) -> str:
-    """An expression, with as few parentheses as its meaning needs."""
+    """Print an expression with as few parentheses as possible."""
     text = _text(expr, Strength.OR)
     if _SLOT not in text:
         return text
@@ -128,7 +128,7 @@ _PARTS: Mapping[str, Callable[[Any], tuple[str, Strength]]] = {
 
 
 def _over(expr: Reduce) -> str:
-    """What a reduction ranges over; queries go without saying, but beside `max(a, b)`."""
+    """Print a range; queries are the default, except next to `max(a, b)`."""
     if expr.last is not None:
         return f" over last {_text(expr.last, Strength.OR)} queries"
     if expr.axis is Axis.OTHER:
@@ -140,7 +140,7 @@ def _over(expr: Reduce) -> str:
 
 
 def _only(expr: Reduce) -> str:
-    """The rest of a range: where it counts, and by which key."""
+    """Print the filter and key of a range."""
     others = call("!=", Other(body=_POSITION), _POSITION)
     where = expr.where
     if expr.axis is Axis.OTHER and expr.within == "all":
@@ -153,13 +153,14 @@ def _by(expr: Reduce | Rank) -> str:
 
 
 def print_number(value: float) -> str:
-    """A number as one would write it, which every target reads as the same double."""
+    """Print a number in a form that every target reads as the same double."""
     return str(int(value)) if abs(value) < 2**53 and value == int(value) else repr(value)
 
 
 def print_policy(policy: Policy) -> str:
-    """A whole policy, flat: with what it inherits, and without its lets; in edition 1, which has a word for all that there is but for ends
-    that leave last, and with these in edition 2.
+    """Print a whole policy, flat: with inherited statements and without lets.
+
+    The text is edition 1, or edition 2 if `keep first` and `keep last` yield after other keeps, which edition 1 cannot express.
     """
     edition = 2 if policy.ends_last else 1
     policy = _in_edition_2(policy) if edition == 2 else policy
@@ -186,7 +187,7 @@ def print_policy(policy: Policy) -> str:
 
 
 def _in_edition_2(policy: Policy) -> Policy:
-    """The policy in the words of edition 2: pages by their key, heads that agree by their mean, a budget's bound as a minimum."""
+    """Rewrite a policy for edition 2: pages as keys, agreeing heads as a mean, a budget's bound as a minimum."""
     changes: dict[str, Any] = {"pages": None, "pages_after": None}
     if policy.pages is not None:
         key = _page_key(policy.pages, policy.pages_after)
@@ -200,7 +201,7 @@ def _in_edition_2(policy: Policy) -> Policy:
 
 
 def _page_key(size: Expr, after: Expr | None) -> Expr:
-    """By which key slots are of one page."""
+    """Return the key that counts pages."""
     place: Expr = _POSITION if after is None else call("-", _POSITION, _floored(after))
     least = call("max", _floored(size), Number(value=1))
     return call("floor", call("/", place, least))
@@ -211,7 +212,7 @@ def _floored(count: Expr) -> Expr:
 
 
 def _by_page(expr: Expr, key: Expr) -> Expr:
-    """`over page` and `over next page` by the key that counts pages."""
+    """Write `over page` and `over next page` with the key that counts pages."""
     if not isinstance(expr, (Rank, Reduce)) or expr.within not in ("page", "next"):
         return expr
     if expr.within == "page":
@@ -233,30 +234,30 @@ def _param(param: Param) -> str:
 
 
 def print_tensor(tensor: Tensor) -> str:
-    """A `tensor` statement."""
+    """Print a `tensor` statement."""
     return f"tensor {tensor.name} [{', '.join(tensor.axes)}] from {quote(tensor.file)}"
 
 
 def print_given(given: Given) -> str:
-    """A `given` statement; of a span the `input` that declares it."""
+    """Print a `given` statement; for a span, its `input`."""
     if given.source == "spans":
         return f"input {given.name} from spans"
     return f"given {given.name}" + ("" if given.default is None else f" = {print_number(given.default)}")
 
 
 def print_budget(policy: Policy) -> str:
-    """What a policy with a budget keeps: `512`, or `0.5 * seen at most 4096`."""
+    """Print what a policy with a budget keeps: `512`, or `0.5 * seen at most 4096`."""
     assert policy.budget is not None
     return _at_most(policy.measured, policy.budget)
 
 
 def print_count(select: Select) -> str:
-    """How many tokens a `select` attends to."""
+    """Print the number of tokens that a `select` attends to."""
     return print_expression(select.count if select.measured is None else select.measured)
 
 
 def _at_most(measured: Expr | None, most: Expr) -> str:
-    """A number that reads the data, and its bound; or the bound alone."""
+    """Print a data-dependent number with its bound; or the bound alone."""
     if measured is None:
         return print_expression(most)
     bound = "" if most == Input(name="everything") else f" at most {print_expression(most)}"
@@ -264,7 +265,7 @@ def _at_most(measured: Expr | None, most: Expr) -> str:
 
 
 def print_keep(keep: Keep) -> str:
-    """A `keep` statement."""
+    """Print a `keep` statement."""
     parts = ["keep", keep.scope]
     if keep.count is not None:
         parts.append(print_expression(keep.count))
@@ -276,7 +277,7 @@ def print_keep(keep: Keep) -> str:
 
 
 def print_select(select: Select) -> str:
-    """A `select` statement."""
+    """Print a `select` statement."""
     layers = LayerRange(low=select.low, high=select.high)
     where = "" if layers == LayerRange() else f" in layers {print_range(layers)}"
     where = f" in layers {print_choosing(select)} reused above" if select.choosing else where
@@ -285,18 +286,18 @@ def print_select(select: Select) -> str:
 
 
 def print_choosing(select: Select) -> str:
-    """The layers that choose for those above."""
+    """Print the layers that choose for those above."""
     return ", ".join(print_expression(layer) for layer in select.choosing)
 
 
 def print_sketch(sketch: Sketch) -> str:
-    """A `sketch` statement."""
+    """Print a `sketch` statement."""
     count, by, every = (print_expression(expr) for expr in (sketch.count, sketch.by, sketch.every))
     return f"sketch top {count} dims by {by} every {every} queries"
 
 
 def print_range(layers: LayerRange) -> str:
-    """A range of layers: `2..`."""
+    """Print a range of layers, such as `2..`."""
     low, high = ("" if end is None else print_expression(end) for end in (layers.low, layers.high))
     return f"{low}..{high}"
 
@@ -308,7 +309,7 @@ def _across(floor: Expr | None) -> str:
 
 
 def print_across_layers(shared: AcrossLayers | None) -> str:
-    """The end of a `budget`: ` across layers by ... floor 0.1`."""
+    """Print the end of a `budget`: ` across layers by ... floor 0.1`."""
     if shared is None:
         return ""
     by = "" if shared.by is None else f" by {print_expression(shared.by)}"
@@ -317,7 +318,7 @@ def print_across_layers(shared: AcrossLayers | None) -> str:
 
 
 def _rest(policy: Policy) -> list[str]:
-    """The statements that differ from their defaults."""
+    """Print the statements that differ from their defaults."""
     lines = []
     for name, prefix in (
         ("trigger", "trigger overflow >= "),
@@ -353,7 +354,7 @@ _WORDS = {
 
 
 def _size(policy: Policy, name: str) -> str:
-    """The rest of `storage blocks N` and `prefill blocks of N`."""
+    """Print the rest of `storage blocks N` and `prefill blocks of N`."""
     size = {"storage": policy.block, "prefill": policy.prefill_block}.get(name)
     if size is None:
         return ""
@@ -361,6 +362,6 @@ def _size(policy: Policy, name: str) -> str:
 
 
 def quote(text: str) -> str:
-    """A string in the language: one line, everything unusual escaped."""
+    """Print a string of the language on one line, with unusual characters escaped."""
     escapes = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t"}
     return '"' + "".join(escapes.get(c, c if c.isprintable() else f"\\u{{{ord(c):x}}}") for c in text) + '"'

@@ -1,4 +1,4 @@
-"""Walking and rewriting expressions."""
+"""Walk and rewrite expressions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _Inside = TypeVar("_Inside", bound=Node)
 
 
 def of_query_heads(expr: Expr) -> bool:
-    """Whether an expression reads what each query head has of its own."""
+    """Return whether an expression differs between query heads."""
     return has(expr, TensorRef, group=True) or reads(expr, *OF_QUERY_HEADS)
 
 
 def reads(expr: Expr, *names: str) -> bool:
-    """Whether an expression reads one of the inputs."""
+    """Return whether an expression reads one of the inputs."""
     return any(part.name in names for part in parts_of(expr, Input))
 
 
 def depth_of(expr: Expr) -> int:
-    """How deep an expression is nested: 1 without operands."""
+    """Return the depth of an expression; 1 without operands."""
     return 1 + max(map(depth_of, children(expr)), default=0)
 
 
 def of_one_slot(body: Expr) -> Iterator[Expr]:
-    """The largest parts of the body of a reduction over others that belong to one slot: to the other (`Other`), or to the slot itself."""
+    """Yield the largest parts of the body of a reduction over others that read only the other slot (`Other`), or only the slot itself."""
     if isinstance(body, Other) or Axis.OTHER not in axes_of(body):
         yield body
     else:
@@ -42,7 +42,7 @@ def of_one_slot(body: Expr) -> Iterator[Expr]:
 
 
 def with_children(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """The expression with each of its direct operands changed; the same object if nothing changes."""
+    """Return the expression with each direct operand changed; the same object if nothing changes."""
     if isinstance(expr, Call):
         args = tuple(map(change, expr.args))
         return expr if all(map(is_, args, expr.args)) else expr.model_copy(update={"args": args})
@@ -52,12 +52,12 @@ def with_children(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def bottom_up(expr: Expr, rule: Callable[[Expr], Expr]) -> Expr:
-    """Rewrite innermost first: `rule` gets a node whose operands are rewritten, and gives what it becomes."""
+    """Rewrite innermost first: `rule` receives a node with rewritten operands and returns its replacement."""
     return rule(with_children(expr, lambda part: bottom_up(part, rule)))
 
 
 def mapped(node: _Inside, change: Callable[[Expr], Expr]) -> _Inside:
-    """A policy, or a part of one, with every expression in it changed; the same object if nothing changes."""
+    """Return a policy, or a part of one, with every expression changed; the same object if nothing changes."""
     changed = {name: new for name, value in node if (new := _mapped(value, change)) is not value}
     return node.model_copy(update=changed) if changed else node
 
@@ -72,7 +72,7 @@ def _mapped(value: object, change: Callable[[Expr], Expr]) -> object:
 
 
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
-    """Rewrite outermost first: where `rule` returns an expression it replaces the node and is not entered again."""
+    """Rewrite outermost first: an expression that `rule` returns replaces the node and is not entered."""
     replaced = rule(expr)
     if replaced is not None:
         return replaced
@@ -80,9 +80,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:
-    """Every expression that a settle evaluates: what a budget reads of the data, the score, what a layer's share goes by, and what the
-    keeps rank by.
-    """
+    """Yield every expression that a settle evaluates: the measured budget, the score, the weight of a layer, and what keeps rank by."""
     if policy.measured is not None:
         yield policy.measured
     if policy.score is not None:
@@ -95,14 +93,16 @@ def expressions(policy: Policy) -> Iterator[Expr]:
 
 
 def everywhere(part: object) -> Iterator[Expr]:
-    """Every expression of a policy or of a part of it, whatever it stands for: defaults, counts, ranges, and what a settle evaluates."""
+    """Yield every expression of a policy or a part of it, including defaults, counts and ranges."""
     if isinstance(part, EXPRESSIONS):
         yield part
     elif isinstance(part, (Node, tuple)):
         for one in part:
-            yield from everywhere(one[1] if isinstance(part, Node) else one)  # of a node its fields, by name
+            yield from everywhere(
+                one[1] if isinstance(part, Node) else one
+            )  # a node iterates over its fields as (name, value)
 
 
 def with_policy(policy: Policy, **changes: object) -> Policy:
-    """A validated copy with some fields changed (pydantic's own `model_copy` does not validate)."""
+    """Return a validated copy with some fields changed; pydantic's `model_copy` does not validate."""
     return Policy(**{name: getattr(policy, name) for name in Policy.model_fields} | changes)

@@ -1,8 +1,8 @@
-"""The language's own names as objects of Python, for policies that are written there: `from kvdsl.lang import attn, mean, norm1, v`.
+"""The language's names as Python objects, for policies written in Python: `from kvdsl.lang import attn, mean, norm1, v`.
 
-An operator or a call of them makes an expression, `mean(attn) * norm1(v)`, which has no value: it is printed as .kv, and compiled from
-there. `sum`, `max`, `min` and `abs` hide Python's own; `import kvdsl.lang as kv` leaves these alone, `kv.sum(kv.attn)`.
-Imports neither torch nor transformers. All names of the table of operations are here, and those of the prelude.
+Operators and calls build expressions, such as `mean(attn) * norm1(v)`. They have no value: they are printed as .kv and compiled from
+that. `sum`, `max`, `min` and `abs` hide Python's own; `import kvdsl.lang as kv` avoids that: `kv.sum(kv.attn)`. The module has all
+names of the table of operations and of the prelude, and imports neither torch nor transformers.
 """
 
 from __future__ import annotations

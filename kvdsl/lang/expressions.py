@@ -1,4 +1,4 @@
-"""Expressions of the language as objects of Python: an operator or a call makes a larger one, which knows its text and its line."""
+"""Expressions of the language as Python objects. Operators and calls build larger ones, which know their text and Python line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = re.compile(r"[A-Za-z_]\w*( [A-Za-z_]\w*)*", re.ASCII)
 
 Operand = Union["Expression", float]
-"""What stands in an expression: one, or a number."""
+"""An operand: an expression or a number."""
 
 
 class MisusedError(KvdslError, TypeError):
-    """Something in Python that the language has no words for. `help`: what to write instead."""
+    """Python code that the language cannot express. `help`: what to write instead."""
 
     def __init__(self, message: str, help: str | None = None) -> None:
         super().__init__(message if help is None else f"{message}; {help}")
@@ -33,16 +33,14 @@ class MisusedError(KvdslError, TypeError):
 
 
 class Expression:
-    """An expression of the language, as it is written there. It has no value in Python."""
+    """An expression of the language. It has no value in Python."""
 
     __slots__ = ("strength", "text")
-    __array_ufunc__ = None  # a number of NumPy leaves its operators to us
+    __array_ufunc__ = None  # NumPy's numbers defer to our operators
 
     def __init__(self, text: Text, strength: Strength, place: Place | None = None) -> None:
         if len(text.text) > MAX_BYTES:
-            raise MisusedError(
-                f"the expression is larger than {MAX_BYTES // 1024} KiB", "`p.let` names what stands in it often"
-            )
+            raise MisusedError(f"the expression is larger than {MAX_BYTES // 1024} KiB", "use `p.let` for repeated parts")
         self.text = text if place is None else text.made(place)
         self.strength = strength
 
@@ -138,15 +136,15 @@ class Expression:
         by: Operand | OfSlot | None = None,
         **named: Operand,
     ) -> Expression:
-        """A call of a name: `mean(x, over="slots", where=age > 8)`, `sum(x, last=32)`, `pyramid(budget, beta=10)`.
+        """Call a name: `mean(x, over="slots", where=age > 8)`, `sum(x, last=32)`, `pyramid(budget, beta=10)`.
 
         Args:
-            over: what a reduction ranges over. `last=32` are the last 32 queries.
-            where: which of these count. `by`: the key of those that belong together.
+            over: the range of a reduction. `last=32` means the last 32 queries.
+            where: a filter. `by`: a key that groups slots.
             arguments, where, by: a function of the other slot compares each slot with it: `max(lambda j: dot(k, j.k), over="slots")`.
         """
         if NAME.fullmatch(self.text.text) is None:
-            raise MisusedError(f"`{_short(self)}` is no function", "leave out the parentheses behind it")
+            raise MisusedError(f"`{_short(self)}` is not a function", "leave out the parentheses after it")
         slot = _slot(*arguments, where, by)
         texts = [written(_of(one, slot)) for one in arguments]
         texts += [joined(f"{key} = ", written(one)) for key, one in named.items()]
@@ -155,48 +153,48 @@ class Expression:
         if texts:
             texts[reduced] = joined(texts[reduced], rest)
         elif rest.text:
-            raise MisusedError(f"`{self}` is called without what it reduces", f"write `{self}(x, over=...)`")
+            raise MisusedError(f"`{self}` has nothing to reduce", f"write `{self}(x, over=...)`")
         inner = [part for text in texts for part in (", ", text)][1:]
         return Expression(joined(self.text, "(", *inner, ")"), Strength.ATOM, here())
 
-    # -- what Python would ask of a value --------------------------------------------------------------------------------
+    # -- operations that need a value ----------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         raise MisusedError(
-            f"`{_short(self)}` is neither true nor false in Python: it is found for every cached token",
+            f"`{_short(self)}` is neither true nor false in Python: it has a value for every cached token",
             "write `(a > 0) & (b > 0)`, `|` and `~` for `and`, `or` and `not`, `where(c, a, b)` for `a if c else b`, "
             "`(a < b) & (b < c)` for `a < b < c`, and import `max` and `min` from `kvdsl.lang`",
         )
 
     def __iter__(self) -> NoReturn:
         raise MisusedError(
-            f"`{_short(self)}` is no list",
+            f"`{_short(self)}` is not a list",
             'import `sum`, `max` and `min` from `kvdsl.lang`, and write `sum(x, over="slots")`',
         )
 
     def __getitem__(self, item: object) -> NoReturn:
         raise MisusedError(
-            f"`{_short(self)}` is not indexed: an expression is found for all cached tokens",
-            "`mean(x, last=32)` picks the last queries, `where(position < 4, x, y)` tokens",
+            f"`{_short(self)}` is not indexed: it has a value for every cached token",
+            "`mean(x, last=32)` selects the last queries, `where(position < 4, x, y)` tokens",
         )
 
 
 def name(text: str) -> Expression:
-    """A name of the language. What it stands for, a value or a function, the compiler knows.
+    """Return a name of the language; the compiler knows whether it is a value or a function.
 
-    There is one class of expressions, since Python lets the right side of `a < b` begin where it is of a class below the left side's.
+    There is one class of expressions, because Python lets the right side of `a < b` go first if its class is a subclass of the left's.
     """
     return Expression(Text(text), Strength.ATOM)
 
 
 class OtherSlot:
-    """The slot that each is compared with: `j.position` is what it has of a name, `j(age % 3)` of an expression."""
+    """The slot that each is compared with: `j.position` reads its value of a name, `j(age % 3)` of an expression."""
 
     def __init__(self, slot: str) -> None:
         self._slot = slot
 
     def __getattr__(self, text: str) -> Expression:
-        if text.startswith("__"):  # what Python asks of every object
+        if text.startswith("__"):  # Python looks up special methods
             raise AttributeError(text)
         return Expression(Text(f"{self._slot}.{text}"), Strength.ATOM)
 
@@ -208,7 +206,7 @@ OfSlot = Callable[[OtherSlot], Operand]
 
 
 def _slot(*values: Any) -> OtherSlot | None:
-    """The other slot, by the name that the first function has for it."""
+    """Return the other slot, named like the first function's parameter."""
     functions = [one for one in values if isfunction(one)]
     return OtherSlot(next(iter(signature(functions[0]).parameters), "j")) if functions else None
 
@@ -222,14 +220,14 @@ def _clause(word: str, value: Operand | None) -> Text:
 
 
 def _over(over: str | None, last: Operand | None, slot: OtherSlot | None) -> Text:
-    """What a call reduces over, with the space before it."""
+    """Return the range of a call, with a leading space."""
     if last is not None:
         if over not in (None, "queries") or slot is not None:
             raise MisusedError("`last=32` means the last 32 queries", "leave out the other `over=`")
         return joined(" over last ", written(last), " queries")
     if over is None:
         if slot is not None:
-            raise MisusedError("no range is named with `over=`", 'write `max(lambda j: ..., over="slots")`')
+            raise MisusedError("`over=` is missing", 'write `max(lambda j: ..., over="slots")`')
         return Text("")
     if not isinstance(over, str) or _WORDS.fullmatch(over) is None:
         raise MisusedError(f"`over=` is a word, not `{over!r:.40}`", 'write `over="slots"`, say')
@@ -243,13 +241,13 @@ def _binary(op: str, left: Operand, right: Operand) -> Expression:
 
 
 def _short(expression: Expression) -> str:
-    """An expression for a message."""
+    """Shorten an expression for a message."""
     text = repr(expression)
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _stands(value: Any) -> bool:
-    """Whether something can stand in an expression."""
+    """Return whether a value can be an operand."""
     return isinstance(value, Expression) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
@@ -264,13 +262,15 @@ def _strength(number: float) -> Strength:
 
 
 def written(value: Operand) -> Text:
-    """An expression or a number as it stands in the language."""
+    """Return an expression or number as text of the language."""
     if isinstance(value, Expression):
         return value.text
     if not _stands(value):
-        raise MisusedError(f"`{value!r:.40}` cannot stand in an expression", "names of `kvdsl.lang` and numbers can")
+        raise MisusedError(f"`{value!r:.40}` cannot be part of an expression", "use names of `kvdsl.lang` and numbers")
     if isinstance(value, Integral):
         return Text(str(int(value)))
     if not math.isfinite(value):
-        raise MisusedError(f"`{float(value)}` is no number of the language", "`everything` is more tokens than any text has")
+        raise MisusedError(
+            f"`{float(value)}` is not a number of the language", "use `everything` for an unlimited number of tokens"
+        )
     return Text(repr(float(value)))

@@ -1,4 +1,4 @@
-"""`mine.py:calm`: the policy of that name in a Python file, which is run to get at it."""
+"""`mine.py:calm`: a policy of a Python file, which is executed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvdsl.source import SourceFile
 
 
 def policy_of(path: Path, name: str) -> Policy:
-    """The policy of a Python file, by the name that it has there; the only one where there is no name.
+    """Return a policy of a Python file by its name there, or its only policy for an empty name.
 
-    The file is run, with its folder first on the import path: only what is trusted may be named so.
+    The file is executed, with its folder first on the import path, so name only trusted files.
 
     Raises:
         DiagnosticError: if the file cannot be read or fails, or has no such policy.
@@ -37,7 +37,7 @@ def policy_of(path: Path, name: str) -> Policy:
 
 
 def _run(path: Path) -> Mapping[str, object]:
-    """What a Python file defines. What it prints goes to standard error, where it is in nobody's way."""
+    """Execute a Python file and return its names. Its output goes to standard error, which keeps standard output clean."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def _refused(name: str, message: str, help: str) -> DiagnosticError:
 
 
 def _failed(path: Path, failure: BaseException) -> DiagnosticError:
-    """What went wrong in a Python file, at the line of it that was being run."""
+    """Return an error at the line of a Python file that failed."""
     place = Place(str(path), 1)
     if isinstance(failure, SyntaxError) and failure.filename == str(path) and failure.lineno is not None:
         place = Place(str(path), failure.lineno)

@@ -1,4 +1,4 @@
-"""Where something was written in Python, and a text of the language that knows it of each of its parts."""
+"""Places in Python files, and text of the language that knows the place of each of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class Place:
-    """Lines of a Python file, from 1, and columns in bytes where Python knows them (from 3.11 on)."""
+    """Lines of a Python file, from 1, and columns in bytes where Python provides them (from 3.11 on)."""
 
     file: str
     line: int
@@ -28,7 +28,7 @@ class Place:
     last_column: int | None = None
 
     def span(self) -> Span:
-        """The same as a span of the file as it is now; all of a line where no columns are known."""
+        """Return the place as a span of the file's present text; the whole line without columns."""
         source = _source(self.file, self.line)
         start = self._offset(source, self.line, self.column)
         line = source.line(self.line)
@@ -50,14 +50,14 @@ def _kept(name: str, text: str) -> SourceFile:
 
 
 def _source(name: str, line: int) -> SourceFile:
-    """A file's text, with empty lines up to this one where it cannot be read."""
+    """Return a file's text, padded with empty lines up to this one if it cannot be read."""
     linecache.checkcache(name)
     text = "".join(linecache.getlines(name))
     return _kept(name, text + "\n" * max(0, line - 1 - text.count("\n")))
 
 
 def here() -> Place:
-    """Where the caller's caller stands: the innermost frame that is none of this package."""
+    """Return the place of the innermost frame outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(Path(frame.f_code.co_filename).parent) == _OWN:
         frame = frame.f_back
@@ -66,7 +66,7 @@ def here() -> Place:
 
 
 def place_in(code: CodeType, at: int, line: int) -> Place:
-    """Where an instruction of some code was written."""
+    """Return the place of an instruction."""
     if sys.version_info >= (3, 11):
         found = next(islice(code.co_positions(), at // 2, None), None)
         if found is not None and found[0] is not None and found[2] is not None:
@@ -76,7 +76,7 @@ def place_in(code: CodeType, at: int, line: int) -> Place:
 
 
 def definition(function: FunctionType, name: str | None = None) -> Place:
-    """Where a function is defined: its name there, or that of one of its parameters."""
+    """Return the place of a function's name in its definition, or of one of its parameters."""
     code, own = function.__code__, function.__name__
     source = _source(code.co_filename, code.co_firstlineno)
     begin = Place(code.co_filename, code.co_firstlineno).span().start
@@ -95,7 +95,7 @@ def definition(function: FunctionType, name: str | None = None) -> Place:
 
 @dataclass(frozen=True)
 class Mark:
-    """The part of a text that was made at a place."""
+    """A part of a text, and the place that made it."""
 
     start: int
     end: int
@@ -104,18 +104,18 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A part of a policy in the language: the parts in it, with their offsets, and the place where it was made."""
+    """Text of the language, with the offsets of its parts and the place that made it."""
 
     text: str
     parts: tuple[tuple[int, Text], ...] = ()
     place: Place | None = None
 
     def made(self, place: Place) -> Text:
-        """The same, made as a whole at a place."""
+        """Return the text with a place for the whole."""
         return Text(self.text, ((0, self),), place)
 
     def marks(self) -> Iterator[Mark]:
-        """Where all that is in it was made."""
+        """Yield a mark for everything inside."""
         waiting = [(0, self)]
         while waiting:
             start, one = waiting.pop()
@@ -125,7 +125,7 @@ class Text:
 
 
 def joined(*parts: str | Text) -> Text:
-    """The parts one after the other."""
+    """Concatenate parts."""
     inner, at = list[tuple[int, Text]](), 0
     for part in parts:
         if isinstance(part, Text):
@@ -136,20 +136,20 @@ def joined(*parts: str | Text) -> Text:
 
 @dataclass(frozen=True, eq=False)
 class MadeFile(SourceFile):
-    """A text of the language that Python made; its places are reported as places in Python."""
+    """Text of the language made by Python code. Diagnostics point at that code."""
 
     marks: tuple[Mark, ...] = ()
     place: Place = field(kw_only=True)
 
     def origins(self, span: Span) -> Iterator[Span]:
-        """Where it was made, the innermost first; what no part of it was made for, where the whole was."""
+        """Yield the places that made a span, the innermost first; the place of the whole if no part covers it."""
         around = [mark for mark in self.marks if mark.start <= span.start and span.end <= mark.end]
         places = [mark.place for mark in sorted(around, key=lambda mark: mark.end - mark.start)]
         yield from (place.span() for place in places or [self.place])
 
 
 def laid_out(written: Text, text: str) -> tuple[Mark, ...]:
-    """The marks of a text in another one that differs by spaces and line ends alone."""
+    """Return a text's marks in another text that differs only in whitespace."""
     before, after = ([at for at, char in enumerate(one) if not char.isspace()] for one in (written.text, text))
     assert len(before) == len(after), "nothing but spaces differs"
     where = dict(zip(before, after, strict=True))
@@ -160,7 +160,7 @@ def laid_out(written: Text, text: str) -> tuple[Mark, ...]:
 
 
 def _next(text: str, at: int, step: int = 1) -> int:
-    """The first offset from here on at which there is no space."""
+    """Return the first offset from here on without whitespace."""
     while text[at].isspace():
         at += step
     return at

@@ -1,4 +1,4 @@
-"""Policies that are written in Python: a function that is given a policy to write, and what becomes of it."""
+"""Policies written in Python: a function writes a policy into a draft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Body = FunctionType
 
 
 class Draft:
-    """A policy that is being written: every statement of the language is a method."""
+    """A policy being written. Every statement of the language is a method."""
 
     def __init__(self) -> None:
         self._statements: list[Text] = []
@@ -42,9 +42,9 @@ class Draft:
     def let(self, name: Callable[..., Operand]) -> Expression: ...
 
     def let(self, name: Any, value: Any = None) -> Expression:
-        """`let NAME = value`, or of a function of Python a function: `p.let("share", lambda x: x / sum(x, over="slots"))`.
+        """`let NAME = value`. A Python function becomes a function: `p.let("share", lambda x: x / sum(x, over="slots"))`.
 
-        It stands above a `def`, too: `@p.let`.
+        `@p.let` decorates a `def`, too.
         """
         if value is None and inspect.isfunction(name):
             name, value = name.__name__, name
@@ -63,7 +63,7 @@ class Draft:
     def input(self, name: str, *axes: str, from_: str) -> Expression: ...
 
     def input(self, name: str, default: Any = None, *axes: str, from_: str | None = None) -> Expression:
-        """`input NAME = default`, a number of each token from the caller; `input NAME [axes] from "file"`, with the axes; or a span.
+        """`input NAME = default`, a number per token from the caller; `input NAME [axes] from "file"`; or a span.
 
         `p.input("basis", "layers", "heads", "dims", from_="basis.safetensors")`, `p.input("tool", from_="spans")`
         """
@@ -100,36 +100,36 @@ class Draft:
 
 
 def _explained(word: str) -> str:
-    """What a statement means, and how it is called."""
-    said = {STATEMENTS[rule][0]: None for rule in STATEMENTS if first_word(rule) == word}
-    return "\n\n".join(("; ".join(said), *ways(word)))
+    """Return a statement's meaning and its calls."""
+    docs = {STATEMENTS[rule][0]: None for rule in STATEMENTS if first_word(rule) == word}
+    return "\n\n".join(("; ".join(docs), *ways(word)))
 
 
 def _checked(name: Any) -> str:
-    """A name of the language's."""
+    """Check a name of the language."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise MisusedError(f"`{name!r:.40}` is no name", "a name has ASCII letters, digits and `_`")
+        raise MisusedError(f"`{name!r:.40}` is not a name", "a name has ASCII letters, digits and `_`")
     return name
 
 
 def _parameter(one: inspect.Parameter) -> Text:
-    """What a function takes."""
+    """Return a function's parameter as text."""
     if one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        raise MisusedError(f"a function of the language has no `{one}`", "name each of its arguments")
+        raise MisusedError(f"a function of the language cannot have `{one}`", "name each of its arguments")
     return Text(one.name) if one.default is one.empty else joined(f"{one.name} = ", written(one.default))
 
 
-# -- what becomes of it ------------------------------------------------------------------------------------------------
+# -- the finished policy -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A policy that was written in Python. `kvdsl.load` makes a cache class of it, as of a policy's name.
+    """A policy written in Python. `kvdsl.load` makes a cache class of it, as of a policy's name.
 
     Attributes:
-        name: as `policy NAME` has it. `stem`: what its package is called.
-        source: the text that the compiler reads; what it says of a place in it, it says of the Python that wrote it.
-        place: where it was written.
+        name: as in `policy NAME`. `stem`: the name of its package.
+        source: the text that the compiler reads; diagnostics in it point at the Python code that wrote it.
+        place: the place of its definition.
     """
 
     name: str
@@ -142,22 +142,22 @@ class Policy:
 
     @property
     def kv(self) -> str:
-        """The policy as a .kv file has it; of one with clauses, which needs no errors for that, what they come to."""
+        """The policy as a .kv file. A policy with clauses is flattened, and must have no errors."""
         from kvdsl.sema.files import file_text
 
         return file_text(self.source)
 
     def with_(self, clauses: str) -> Policy:
-        """The policy with clauses, `with_("when prefill, keep last 64")`, as `policy A = B with ...` means them.
+        """Return the policy with clauses, `with_("when prefill, keep last 64")`, as in `policy A = B with ...`.
 
         Raises:
-            DiagnosticError: if the clauses can be no text of a policy.
+            DiagnosticError: if the clauses cannot be text of a policy.
         """
         combined = combine(self.source, clauses)
         return Policy(combined.policy, combined.stem, combined, here())
 
     def check(self, **settings: Any) -> tuple[Diagnostic, ...]:
-        """What is wrong with it, or worth a warning, with these values of params."""
+        """Return errors and warnings of the policy with these values of params."""
         from kvdsl.sema.files import analyse
 
         return analyse(self.source, settings={name: str(value) for name, value in settings.items()}).diagnostics
@@ -214,7 +214,7 @@ def policy(
 
 
 def _file(stem: str, place: Place, written: Text) -> SourceFile:
-    """What is written, laid out as a file beside the Python file would be: files are named from there."""
+    """Lay out the text as a file next to the Python file, so that relative paths start there."""
     text = format_source(SourceFile(f"<{stem}>", written.text), Sink())
     beside = Path(place.file).with_name(f"{stem}.kv") if Path(place.file).is_file() else None
     if text is None:  # it has mistakes, which `check` tells
@@ -223,7 +223,7 @@ def _file(stem: str, place: Place, written: Text) -> SourceFile:
 
 
 def _statements(body: Body) -> list[Text]:
-    """What the function writes."""
+    """Return the statements that the function writes."""
     parameters = [*inspect.signature(body).parameters.values()][1:]
     statements: list[Text] = []
     for one in parameters:
@@ -243,7 +243,7 @@ def _import(name: str) -> str:
 
 
 def _docstring(doc: str) -> Text:
-    """A string of the language that says the same, on as many lines."""
+    """Return an equivalent string of the language with as many lines."""
     lines = inspect.cleandoc(doc).split("\n")
     if len(lines) == 1:
         return Text(quote(lines[0]))

@@ -1,11 +1,11 @@
-"""How statements are written in Python, read from the grammar: the words before a value, joined by `_`, name it.
+"""Statements as Python calls, read from the grammar. The words before a value, joined by `_`, name its argument.
 
     keep top expr by expr                        p.keep(top=budget / 2, by=std(attn))
     budget expr [across heads [floor expr]]      p.budget(budget, across_heads_floor=0.2)
     select ... [within | choosing | reused]      p.select(top=64, by=dot(q, k), in_layers=(2, ...))
 
-What follows the statement's own word at once has no name: `p.score(mean(attn))`, `p.when("prefill")`. Words that stand behind a value
-and name none, as in `top expr dims` and `every expr queries`, go without saying.
+A value right after the statement's own word has no name: `p.score(mean(attn))`, `p.when("prefill")`. Words after a value that name
+none, as in `top expr dims` and `every expr queries`, are implied.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvdsl.sema.editions import GONE
 from kvdsl.syntax.nodes import AXES
 
 NAMED = ("param", "let", "input")
-"""The statements that define names: they give these back, and `kvdsl.lang.policies` has a method for each."""
+"""The statements that define names. They return these, and `kvdsl.lang.policies` has a method for each."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a value goes; `name` is empty for one that is given by its place."""
+    """An argument; positional if `name` is empty."""
 
     kind: str
     name: str = ""
@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """What stands there or not, or one of several. `flag`: the name that asks for one which needs no value."""
+    """An optional or alternative part. `flag`: the argument that selects it if it needs no value."""
 
     choices: tuple[Parts, ...]
     optional: bool
@@ -49,7 +49,7 @@ Parts = tuple[str | Slot | Group, ...]
 
 @lru_cache(maxsize=1)
 def forms() -> Mapping[str, tuple[Parts, ...]]:
-    """The newest edition's statements that define no name, by their first word: each way of writing them, without that word."""
+    """Return the newest edition's statements that define no name, by first word: each form without that word."""
     found: dict[str, tuple[Parts, ...]] = {}
     for rule in STATEMENTS:
         word = first_word(rule)
@@ -59,10 +59,10 @@ def forms() -> Mapping[str, tuple[Parts, ...]]:
 
 
 def write(word: str, values: Sequence[Any], named: Mapping[str, Any]) -> Text:
-    """The statement that begins with this word, with values by their places and by name; None is none.
+    """Write a statement from positional and named arguments; None means missing.
 
     Raises:
-        MisusedError: if it is not written so.
+        MisusedError: if no form of the statement fits.
     """
     for form in forms()[word]:
         writer = _Writer([*values], {name: value for name, value in named.items() if value is not None})
@@ -72,11 +72,11 @@ def write(word: str, values: Sequence[Any], named: Mapping[str, Any]) -> Text:
             continue
         if not writer.values and not writer.named:
             return joined(word, *parts)
-    raise MisusedError(f"`{word}` is not written so", f"write {listed(ways(word))}")
+    raise MisusedError(f"`{word}` has no such form", f"write {listed(ways(word))}")
 
 
 def ways(word: str) -> Iterator[str]:
-    """How a statement can be called."""
+    """Yield the calls of a statement."""
     for form in forms()[word]:
         yield f"p.{word}({', '.join(_signature(form))})"
 
@@ -89,12 +89,12 @@ _KINDS = ("expr", "NAME", "range", "list")
 
 
 def _read(rule: str) -> Parts:
-    """The parts of a rule and of those that it names."""
+    """Return the parts of a rule, with the rules that it names expanded."""
     return _with_axes(rule, *(axes[0] for axes in AXES.get(rule, ())))
 
 
 def _with_axes(rule: str, *axes: str) -> Parts:
-    """The parts of a rule that names these axes, place by place."""
+    """Return the parts of a rule with these axes filled in."""
     text = _LIST.sub("list", grammar_rules()[rule])
     for axis in axes:
         text = text.replace("NAME", f'"{axis}"', 1)
@@ -102,7 +102,7 @@ def _with_axes(rule: str, *axes: str) -> Parts:
 
 
 def _sequence(tokens: list[str]) -> Parts:
-    """What stands up to the end, or to a sign that ends it."""
+    """Read parts up to the end, or to a closing or alternative sign."""
     found: list[str | Slot | Group] = []
     while tokens and tokens[0] not in ("]", ")", "|"):
         token = tokens.pop(0)
@@ -116,7 +116,7 @@ def _sequence(tokens: list[str]) -> Parts:
             found.append(token.strip('"'))
         elif token in _KINDS:
             found.append(Slot(token))
-        elif token in AXES:  # one of its own for each axis that it can name
+        elif token in AXES:  # one for each axis that it can name
             found += [Group((_with_axes(token, axis),), optional=True) for axis in AXES[token][0]]
         elif token not in old_rules():
             found += _read(token)
@@ -124,7 +124,7 @@ def _sequence(tokens: list[str]) -> Parts:
 
 
 def _named(parts: Parts, outer: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> Iterator[str | Slot | Group]:
-    """The parts with the names of their slots; `outer` are words before them, `behind` those after them that tell a choice."""
+    """Yield the parts with names for their slots; `outer` are words before them, `behind` words after them that tell choices apart."""
     words, first = outer, True
     for part in parts:
         if isinstance(part, Slot):
@@ -151,7 +151,7 @@ def _words(parts: Parts) -> tuple[str, ...]:
 
 
 def _names(parts: Parts) -> Iterator[str]:
-    """What values are called."""
+    """Yield the names of arguments."""
     for part in parts:
         if isinstance(part, Slot):
             yield part.name
@@ -161,7 +161,7 @@ def _names(parts: Parts) -> Iterator[str]:
 
 
 def _signature(parts: Parts) -> Iterator[str]:
-    """What stands in the parentheses of a call; what may be left out, in brackets."""
+    """Yield the arguments of a call, optional ones in brackets."""
     for part in parts:
         if isinstance(part, Slot):
             yield f"{part.name}={_SHOWN[part.kind]}" if part.name else _SHOWN[part.kind].strip("()")
@@ -179,18 +179,18 @@ _SHOWN = {"expr": "x", "NAME": '"word"', "range": "(low, high)", "list": "[a, b]
 
 
 class _MisfitError(Exception):
-    """Values that this form of a statement does not take."""
+    """This form of a statement does not take the values."""
 
 
 @dataclass
 class _Writer:
-    """Writes a statement, and takes out of its values those that it has written."""
+    """Writes a statement, consuming its values."""
 
     values: list[Any]
     named: dict[str, Any]
 
     def write(self, parts: Parts) -> Iterator[str | Text]:
-        """The parts, each with a space before it."""
+        """Yield the parts, each with a leading space."""
         for part in parts:
             if isinstance(part, str):
                 yield f" {part}"
@@ -212,31 +212,31 @@ class _Writer:
 
     def _choice(self, group: Group) -> Parts | None:
         """Return the chosen alternative of a group."""
-        asked = group.flag in self.named and self.named.pop(group.flag) is not False
+        flagged = group.flag in self.named and self.named.pop(group.flag) is not False
         for parts in group.choices:
             names = {*_names(parts)} - {""}
-            if asked or names & self.named.keys() or (Slot("expr") in parts and self.values):
+            if flagged or names & self.named.keys() or (Slot("expr") in parts and self.values):
                 return parts
         return None if group.optional else group.choices[0]
 
 
 def _word(value: Any) -> Text:
     if not isinstance(value, str) or NAME.fullmatch(value) is None:
-        raise MisusedError(f"`{value!r:.40}` is no word", 'write `p.when("prefill")`, say')
+        raise MisusedError(f"`{value!r:.40}` is not a word", 'write `p.when("prefill")`, say')
     return Text(value)
 
 
 def range_of(value: Any) -> Text:
-    """`(2, ...)` as `2..`."""
+    """Write `(2, ...)` as `2..`."""
     if not (isinstance(value, tuple) and len(value) == 2):
-        raise MisusedError(f"`{value!r:.40}` is no range", "write `(2, 9)`, both ends included, or `(2, ...)`")
+        raise MisusedError(f"`{value!r:.40}` is not a range", "write `(2, 9)`, both ends included, or `(2, ...)`")
     low, high = (Text("") if end is ... else written(end) for end in value)
     return joined(low, "..", high)
 
 
 def _list(value: Any) -> Text:
     if not isinstance(value, (list, tuple)) or not value:
-        raise MisusedError(f"`{value!r:.40}` is no list of numbers", "write `[2, 13]`, say")
+        raise MisusedError(f"`{value!r:.40}` is not a list of numbers", "write `[2, 13]`, say")
     return joined(*[part for one in value for part in (", ", written(one))][1:])
 
 

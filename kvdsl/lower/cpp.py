@@ -1,5 +1,6 @@
-"""A policy as C++: what a generated `kernels_cpu.cpp` holds. A reduction over slots is hoisted out of the loop and gets a name; so does
-what a ring remembers, reduced for every slot at once. Expressions: `kvdsl/lower/cpp_expressions.py`.
+"""Lower a policy to C++: the contents of a generated `kernels_cpu.cpp`. `kvdsl/lower/cpp_expressions.py` prints expressions.
+
+Reductions over slots, and rings reduced per slot, are computed before the loop under a name.
 """
 
 from __future__ import annotations
@@ -61,9 +62,12 @@ from kvdsl.lower.step import START, Eviction, Step, for_target
 
 @dataclass(frozen=True)
 class Value:
-    """A value as the body of a function: statements before it, and the value, a float over slots or dims or a double of the head.
+    """The body of a function: statements, and a value, a float over slots or dims or a double of the head.
 
-    `reads_keys`: whether it needs k or v. `alone`: whether it sees one query head at a time. `scratch`: work rows that it uses.
+    Attributes:
+        reads_keys: whether it needs k or v.
+        alone: whether it sees one query head at a time.
+        scratch: the number of work rows that it uses.
     """
 
     before: tuple[str, ...]
@@ -74,16 +78,19 @@ class Value:
 
     @property
     def asks(self) -> bool:
-        """Whether it is found with what a query head has of its own, or with keys and values."""
+        """Whether it needs a single query head, or keys and values."""
         return self.alone or self.reads_keys
 
 
 @dataclass(frozen=True)
 class ObservePlan:
-    """How a query is folded into the columns.
+    """How a query updates the columns.
 
-    `before`, `loop`: statements before the loop over slots, and in it. `reads_keys`, `attn`, `logit`: whether it needs k or v, and what
-    else of the query.
+    Attributes:
+        before: statements before the loop over slots.
+        loop: statements in the loop.
+        reads_keys: whether it needs k or v.
+        attn, logit: whether it needs these of the query.
     """
 
     before: tuple[str, ...]
@@ -95,15 +102,15 @@ class ObservePlan:
 
 @dataclass(frozen=True)
 class SettlePlan:
-    """Who leaves.
+    """Eviction.
 
     Attributes:
-        overflow: how many must leave; `budget`: down to how many, where that reads the data.
+        overflow: the number of slots to evict. budget: a data-dependent number of tokens to keep.
         before: hoisted values. loop: in the loop over slots. protect: after it. last: in another loop after that.
-        ends_last: whether the first and last tokens that are kept leave only when nothing else is left.
-        reads_keys: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
-        prefill_only: whether nobody leaves in a decode step. hard_cap: whether room is made before a token is placed, as well.
-        scratch: how many work rows of floats it uses.
+        ends_last: whether the kept first and last tokens yield only after all others.
+        reads_keys: whether it needs k or v, which are not passed at a prompt's end; there torch finds the victims.
+        prefill_only: whether a decode step evicts nothing. hard_cap: whether it also evicts before a token is placed.
+        scratch: the number of work rows of floats that it uses.
     """
 
     overflow: str
@@ -121,15 +128,15 @@ class SettlePlan:
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """How a query chooses what it attends to.
+    """Selection by a query.
 
     Attributes:
-        by: which of `kvdsl::By`. expression: what slots rank by, for one of its own.
-        vote: how what the KV heads of a layer find at a slot is reduced; empty where each chooses by itself. voted: what a head makes of
-            that; None where it goes by it.
-        count: how many tokens are chosen, where that reads the data.
-        always: statements that protect what is attended to in any case.
-        page: whether there are pages, `page_after`: which begin behind the text's first tokens.
+        by: one of `kvdsl::By`. expression: what slots rank by, if it is not a fast form.
+        vote: the reduction over the layer's KV heads per slot; empty if each selects alone. voted: what a head computes from it; None
+            if it uses it directly.
+        count: a data-dependent number of tokens.
+        always: statements that mark the slots that are always selected.
+        page: whether there are pages. page_after: whether they start after the text's first tokens.
         sketch: what dims rank by.
     """
 
@@ -146,9 +153,9 @@ class SelectPlan:
 
 @dataclass(frozen=True)
 class CppPlan:
-    """Bodies of the functions of the policy's struct, one statement a line; what it does not do is None or empty.
+    """Bodies of the functions of the policy's struct, one statement a line; missing parts are None or empty.
 
-    `place`: the columns that a token has by itself, and those that do not begin at 0. `forgets`: whether decoded queries are not observed.
+    `place`: the columns computed for a new token, and those that do not start at 0. `forgets`: whether decode queries are not observed.
     `beyond`: the statement or operation for which torch evicts in decode steps, too; empty if C++ does.
     """
 
@@ -161,13 +168,13 @@ class CppPlan:
 
 
 def cpp_plan(step: Step) -> CppPlan:
-    """The C++ of a decode step. Of a prompt it finds who leaves, too.
+    """Lower a decode step to C++, and the eviction at a prompt's end.
 
     Raises:
-        NotLowerable: if it has no C++ form; the torch backend serves such a policy.
+        NotLowerable: if the policy has no C++ form; torch then serves it.
     """
     select = step.select
-    step = for_target(step, CAN, {"`weight` on what is attended to": select is not None and select.weight is not None})
+    step = for_target(step, CAN, {"`weight` in `select`": select is not None and select.weight is not None})
     settle, beyond = _settle_if_own(step)
     return CppPlan(
         place=tuple(_place(column) for column in step.ruled("token", *START)),
@@ -208,7 +215,7 @@ def _observe(step: Step) -> ObservePlan | None:
 
 
 def _folded(columns: Iterable[Column], bodies: Iterable[str]) -> Iterator[str]:
-    """Statements that fold a query into the columns of a slot; folds read each other as they were before it, so they are stored last."""
+    """Yield statements that update a slot's columns. Folds read each other's old values, so they are stored last."""
     stored = []
     for column, body in zip(columns, bodies, strict=True):
         if column.rule != "fold":
@@ -233,7 +240,7 @@ def _fold(column: Column, body: str) -> str:
 
 
 def _column_pointers(view: str, written: Iterable[Column], uses: Iterable[Use]) -> list[str]:
-    """Pointers to the columns that a loop writes or reads; of a ring, to the row that is the newest query's."""
+    """Return pointers to the columns that a loop reads or writes; for a ring, to the newest query's row."""
     written = list(written)
     rings = {column.name for column in written if column.rule == "ring"}
     names = {column.name: "float*" for column in written}
@@ -256,11 +263,11 @@ def _hoist(
     *,
     alone: bool = False,
 ) -> tuple[list[Fragment], dict[Expr, str]]:
-    """Statements that compute every reduction over slots, and ranks and pools of these, inner ones first, and the names they get.
+    """Return statements that compute every reduction over slots, rank and pool, inner ones first, and their names.
 
     Args:
-        known: names of what has been computed already.
-        alone: whether the view is a query's of one head.
+        known: names of values that are already computed.
+        alone: whether the view is a query's with one head.
     """
     exprs = list(exprs)
     inside = {part for expr in exprs for part in _inside_of_vectors(expr)}
@@ -278,11 +285,11 @@ def _hoist(
             if not varies(expr) or expr not in inside:
                 return _over_dims(view, expr, name, names, alone=alone)
             if of_query_heads(expr) and not alone:
-                raise NotLowerable("a reduction over dims of what a query is compared with, inside another one")
+                raise NotLowerable("a reduction over dims of a value per query head, inside another one")
             made = function_of(SlotPrinter(view, names, alone=alone).value(expr), SLOT, DIM)
             return fragment(f"const auto {name} = {view}.each(1, {{}});", made)
         if of_query_heads(expr) and not alone:
-            raise NotLowerable("a reduction over slots of what a query is compared with")
+            raise NotLowerable("a reduction over slots of a value per query head")
         printer = SlotPrinter(view, names, alone=alone)
         if isinstance(expr, Call):  # a pool
             values, size = expr.args
@@ -308,14 +315,14 @@ def _hoist(
     def closed(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Fragment | None:
         made = statement(expr, name, names)
         if made is not None and OTHER in made.uses:
-            raise NotLowerable("a reduction of what a slot is compared with, inside another one")
+            raise NotLowerable("a reduction that compares slots, inside another one")
         return made
 
     return hoist(exprs, closed, known)
 
 
 def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
-    """Reductions over dims within what has dims itself: each slot has them once, not once a dim."""
+    """Yield reductions over dims inside values that vary over dims: a slot computes them once, not once per dim."""
     if isinstance(expr, Reduce) and expr.axis is Axis.DIM and inside:
         yield expr
     if isinstance(expr, (Reduce, Rank)) or is_call(expr, *POOLS):
@@ -325,7 +332,7 @@ def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
 
 
 def _first(view: str, step: Step, uses: Iterable[Use], written: Iterable[Column] = ()) -> list[str]:
-    """Statements that everything else may need: pointers to columns, and which slots lie in one page."""
+    """Return statements that others need: pointers to columns, and the page of each slot."""
     lines = _column_pointers(view, written, uses)
     if PAGES in uses:
         after = f"kvdsl::count({view}.param(Number::page_after))" if step.pages_after else "0"
@@ -334,7 +341,7 @@ def _first(view: str, step: Step, uses: Iterable[Use], written: Iterable[Column]
 
 
 def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str], *, alone: bool) -> Fragment | None:
-    """The statement of a reduction over dims that is the same for every slot; None where it is not."""
+    """Return the statement of a reduction over dims that does not vary over slots; None for one that does."""
     made = SlotPrinter(view, names, alone=alone)(expr) if expr.within == "all" else None
     if made is None or {SLOT, HEAD, OTHER} & {*made.uses}:
         return None
@@ -342,7 +349,7 @@ def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str], *, al
 
 
 def _overflow(numbers: Mapping[str, int | None], *, measured: bool) -> str:
-    """The arguments of the call that says how many tokens must leave; those behind the first have defaults."""
+    """Return the arguments of the call that computes how many tokens to evict; all but the first have defaults."""
     found = {
         name: f"kvdsl::count(head.param(Number::{name}))" if default is None else str(default)
         for name, default in numbers.items()
@@ -354,7 +361,7 @@ def _overflow(numbers: Mapping[str, int | None], *, measured: bool) -> str:
 
 
 def _count(view: str, count: Expr | None, step: Step) -> Value | None:
-    """A number of tokens that reads the data; None where it reads none."""
+    """Return a data-dependent number of tokens; None for a fixed one."""
     if count is None:
         return None
     alone = of_query_heads(count)
@@ -367,7 +374,7 @@ def _count(view: str, count: Expr | None, step: Step) -> Value | None:
 
 
 def _reduced(count: Expr) -> Iterator[Expr]:
-    """What a number reduces over slots, as doubles."""
+    """Yield what a number reduces over slots, as doubles."""
     if isinstance(count, Reduce):
         yield count.body if count.axis is Axis.SLOT else count
     elif is_call(count, "enough"):
@@ -429,7 +436,7 @@ def _settle(step: Step, evict: Eviction) -> SettlePlan:
 
 
 def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
-    """Statements that reduce rings, each into a work row of its own, from the row `scratch` on."""
+    """Return statements that reduce rings, each into a work row of its own, from the row `scratch` on."""
     wanted: dict[Use, None] = {}  # in order
     for use in uses:
         if use.kind == "ring":
@@ -472,9 +479,9 @@ def _select(step: Step) -> SelectPlan | None:
     named: dict[Expr, str] = {vote: "voted" for vote in select.votes}
     voted = None if select.of_votes is None else _expression(step, select.of_votes, named)
     if voted is not None and voted.alone:
-        raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
+        raise NotLowerable("a reduction over slots of a value per query head, together with `over heads`")
     if select.count and has(select.count, Reduce, within="sketch"):
-        raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before a sketch is found anew")
+        raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before the sketch is refreshed")
     return SelectPlan(
         by=by,
         expression=_expression(step, select.of_head, {}) if by == "expression" else None,
@@ -489,10 +496,10 @@ def _select(step: Step) -> SelectPlan | None:
 
 
 def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
-    """What a query ranks slots by.
+    """Return what a query ranks slots by.
 
     Args:
-        names: of what the heads of the layer have found.
+        names: names of what the layer's heads computed.
     """
     own = rewrite(by, lambda part: Number(value=0) if part in names else None)
     compared: list[Expr] = [*parts_of(own, Rank), *parts_of(own, Reduce, axis=Axis.SLOT)]
@@ -505,11 +512,11 @@ def _expression(step: Step, by: Expr, names: Mapping[Expr, str]) -> Value:
 
 
 def _sketch(by: Expr) -> Value:
-    """What the dims rank by."""
+    """Return what the dims rank by."""
     if has(by, ColumnRef):
-        raise NotLowerable("a sketch by what the caller gives")
+        raise NotLowerable("a sketch by values from the caller")
     before, hoisted = _hoist("row", [by])
     value = DimPrinter("row", hoisted).value(by)
     if reads(by, "v"):
-        raise NotLowerable("values over a sketch's dims")
+        raise NotLowerable("values (`v`) over a sketch's dims")
     return Value(texts(before), over_group(value).text)

@@ -1,6 +1,6 @@
-"""Expressions as C++: what stands in the functions of a generated `kernels_cpu.cpp` (`kvdsl/lower/cpp.py` has these).
+"""Print expressions as C++, for the functions of a generated `kernels_cpu.cpp` (`kvdsl/lower/cpp.py`).
 
-Values over slots are floats computed in a loop over i; numbers per row are doubles. See kvdsl/runtime/cpu/include/kvdsl/view.hpp for
+Values over slots are floats computed in a loop over i; numbers per row are doubles. kvdsl/runtime/cpu/include/kvdsl/view.hpp defines
 `row` and `head`.
 """
 
@@ -45,7 +45,7 @@ CAN = Target(
         "heads": ("sum", "mean", "max", "min"),
     },
 )
-"""What C++ reduces. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
+"""The reductions of the C++ target, implemented in `kvdsl/runtime/cpu/include/kvdsl/view.hpp`."""
 
 
 class _CppPrinter(Printer):
@@ -74,10 +74,10 @@ class _CppPrinter(Printer):
 
 @dataclass(frozen=True)
 class CountPrinter(_CppPrinter):
-    """One double per row and KV head, or query head, read from `view`, `row` or `head`. It is floored, so that its last bit matters:
-    products are rounded.
+    """One double per row and KV head, or query head, read from `view`, `row` or `head`.
 
-    `hoisted` names the reductions within those over slots, of which the values are added up as doubles; `alone`: see `SlotPrinter`.
+    The result is rounded down, so its last bit matters: products are rounded. `hoisted` names the reductions inside those over slots,
+    whose values are added as doubles; `alone`: see `SlotPrinter`.
     """
 
     view: str = "head"
@@ -121,26 +121,29 @@ class CountPrinter(_CppPrinter):
 
 
 def varies(expr: Expr) -> bool:
-    """Whether an expression has a value of its own for every slot."""
+    """Return whether an expression varies over slots."""
     return Axis.SLOT in axes_of(expr)
 
 
 SLOT, DIM, HEAD, OTHER = (Use("index", name) for name in "idgo")
 PAGES = Use("helper", "pages")
-"""Which slots lie in one page."""
+"""The page of each slot."""
 
 
 def size_of_dims(view: str, body: Expr) -> str:
-    """How many dims there are of what varies over them."""
+    """Return the number of dims over which a body varies."""
     return f"{view}.value_dim" if dims_of(body) == "v" else f"{view}.key_dim"
 
 
 @dataclass(frozen=True)
 class SlotPrinter(_CppPrinter):
-    """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
+    """One float per slot i, read from `view`: `row` (a query and the slots that it saw) or `head` (the live slots).
 
-    `hoisted` names the reductions over slots, and what else is found of all slots at once, that stand before the loop; `over_dims` is set
-    inside a loop over d, `alone` where the row has one query head. `at` is the index: `o` of the other slot, where slots are compared.
+    Attributes:
+        hoisted: names of the reductions over slots, ranks and pools computed before the loop.
+        over_dims: whether it prints the body of a loop over d.
+        alone: whether the row has one query head.
+        at: the index: `o` for the other slot of a comparison.
     """
 
     view: str
@@ -153,7 +156,7 @@ class SlotPrinter(_CppPrinter):
 
     @property
     def slot(self) -> Use:
-        """The index that values of the slot need."""
+        """The index that a slot's value needs."""
         return Use("index", self.at)
 
     def number(self, value: float) -> Fragment:
@@ -205,7 +208,7 @@ class SlotPrinter(_CppPrinter):
         body = replace(self, over_dims=True).value(expr.body)
         if expr.within == "sketch":
             if body.needs("input", "v"):
-                raise NotLowerable("values over a sketch's dims")
+                raise NotLowerable("values (`v`) over a sketch's dims")
             return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
         return fragment(f"kvdsl::{expr.op}_over({size_of_dims(self.view, expr.body)}, {{}})", function_of(body, DIM))
 
@@ -213,7 +216,7 @@ class SlotPrinter(_CppPrinter):
         return replace(self, at=OTHER.name)(expr.body)
 
     def _hoisted(self, expr: Reduce, name: str) -> Fragment:
-        """What was found before the loop: of all slots, dim by dim perhaps, of a slot's page, or of what all heads have at a slot."""
+        """Read a value computed before the loop: one for all slots, per dim, per page, or per slot."""
         if expr.axis is Axis.DIM and Axis.OTHER in axes_of(expr):
             return Fragment(f"{name}({self.at}, {OTHER.name})", uses=(self.slot, OTHER))
         if expr.axis is Axis.HEAD or (expr.axis is Axis.DIM and varies(expr)):
@@ -253,13 +256,13 @@ class SlotPrinter(_CppPrinter):
     }
 
     def body(self, expr: Expr) -> Fragment:
-        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
+        """Print the body of a column. If it reads q it is evaluated per query head and reduced over the group."""
         return over_group(self.value(expr))
 
 
 @dataclass(frozen=True)
 class TokenPrinter(_CppPrinter):
-    """One double: what a new token, `slot`, has by itself; see `kvdsl/ordered.hpp`."""
+    """One double per new token, `slot`; see `kvdsl/ordered.hpp`."""
 
     over_dims: bool = False
 
@@ -282,31 +285,31 @@ class TokenPrinter(_CppPrinter):
 
 
 def constant(view: str, ref: TensorRef) -> Fragment:
-    """What a tensor of a file has for the head, dim by dim if it has dims."""
+    """Read a tensor's value for the head, per dim if it has dims."""
     at = f"Tensor::{spelled(ref.name)}" + (", d" if ref.dims else "")
     return Fragment(f"{view}.constant({at})", uses=(DIM,) if ref.dims else ())
 
 
 def over_group(value: Fragment) -> Fragment:
-    """What the query heads of a group give, as one number; what none of them has a part in, as it is."""
+    """Reduce over the group's query heads; other values stay as they are."""
     return fragment("kvdsl::over_group<group>(row.group, {})", function_of(value, HEAD)) if HEAD in value.uses else value
 
 
 def _of_sketch(value: Fragment) -> Fragment:
-    """A function of an index into the sketch's dims."""
+    """Make a function of an index into the sketch's dims."""
     if DIM not in value.uses:
         return function_of(value, Use("index", "j"))
     return _without((DIM,), fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
 
 
 def function_of(value: Fragment, *indices: Use) -> Fragment:
-    """A function of indices; one with which the value does not vary has no name."""
+    """Make a lambda of indices; an index that the value does not use is unnamed."""
     arguments = ", ".join(f"int {index.name}" if index in value.uses else "int" for index in indices)
     return _without(indices, fragment(f"[&]({arguments}) {{{{ return {{}}; }}}}", value))
 
 
 def _without(indices: tuple[Use, ...], made: Fragment) -> Fragment:
-    """The fragment that has these indices itself."""
+    """Return the fragment without the uses of indices that it binds itself."""
     return replace(made, uses=tuple(use for use in made.uses if use not in indices))
 
 
@@ -315,17 +318,17 @@ class DimPrinter(SlotPrinter):
 
     def reduce(self, expr: Reduce) -> Fragment:
         if expr not in self.hoisted:
-            raise NotLowerable("a sketch by what is reduced over dims")
+            raise NotLowerable("a sketch that ranks dims by a reduction over dims")
         return super().reduce(expr)
 
 
 def ring_name(ref: Use) -> str:
-    """What a ring, reduced, is called."""
+    """Return the name of a reduced ring."""
     return f"{ref.op}_of_{ref.name}"
 
 
 def literal(value: float) -> str:
-    """A float32 literal."""
+    """Return a float32 literal."""
     if math.isinf(as_float32(value)):
         return "-INFINITY" if value < 0 else "INFINITY"
     if math.isnan(value):

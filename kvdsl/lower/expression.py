@@ -1,4 +1,4 @@
-"""Printing expressions: what every target shares. Precedence, parentheses and conditions are decided here."""
+"""What all targets share in printing expressions: precedence, parentheses and conditions."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ ATOM = 100
 INT_MAX = 2**31 - 1
 
 OfAllSlots: TypeAlias = Reduce | Rank | Call
-"""What is found of all slots at once: a reduction, a rank, or a pool."""
+"""What is computed from all slots at once: a reduction, a rank, or a pool."""
 
 
 def is_condition(expr: Expr) -> bool:
-    """Whether the expression is true or false rather than a number."""
+    """Return whether an expression is a condition rather than a number."""
     return is_call(expr, *CONDITIONS) or (isinstance(expr, Other) and is_condition(expr.body))
 
 
 def reads_vectors(expr: Expr, *names: str) -> bool:
-    """Whether the expression reads one of the inputs, or a tensor that has a number for every dim."""
+    """Return whether an expression reads one of the inputs, or a tensor with dims."""
     return reads(expr, *names) or has(expr, TensorRef, dims=True)
 
 
 def dims_of(body: Expr) -> str:
-    """Through whose dims a reduction over dims goes: `v`'s if its body varies over those, else `k`'s; `` if over none."""
+    """Return whose dims a reduction over dims ranges over: `v` if its body varies over those, else `k`; empty if it has none."""
     if isinstance(body, TensorRef):
         return "k" if body.dims else ""
     if isinstance(body, Input):
@@ -60,12 +60,12 @@ def dims_of(body: Expr) -> str:
 
 
 def is_vector(expr: Reduce) -> bool:
-    """Whether a reduction over slots has a number for every dim."""
+    """Return whether a reduction over slots has a value per dim."""
     return expr.axis is Axis.SLOT and dims_of(expr.body) != ""
 
 
 def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
-    """The vectors of a product of a slot's and another one's, which is one of matrices."""
+    """Return the factors of a product of a slot's vector and another slot's, which is a matrix product; None for other reductions."""
     body = expr.body
     if expr.op != "sum" or not is_call(body, "*"):
         return None
@@ -80,11 +80,11 @@ def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
 
 
 class Use(NamedTuple):
-    """Something that a fragment needs of what surrounds it.
+    """Something that a fragment needs from its context.
 
     Attributes:
-        kind: `input`, `number`, `column` and `ring` (reduced by `op`) by the language's or the column's name; `index` of a loop;
-            `helper`, what the target's own surroundings have.
+        kind: `input`, `number`, `column` and `ring` (reduced by `op`) with the language's or the column's name; `index` of a loop;
+            `helper` of the target.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of a target's text, and what it needs.
+    """A piece of a target's text, with what it needs.
 
     Attributes:
         binds: how tightly its outermost operator binds.
@@ -109,58 +109,58 @@ class Fragment:
         return self.text
 
     def needs(self, kind: str, *names: str) -> bool:
-        """Whether it needs one of these."""
+        """Return whether it needs one of these."""
         return any(use.kind == kind and use.name in names for use in self.uses)
 
 
 def fragment(template: str, *parts: Fragment, binds: int = ATOM, uses: Iterable[Use] = ()) -> Fragment:
-    """A text with fragments in its places, `{}`, which needs what they need."""
+    """Fill fragments into the places `{}` of a template; the result needs what they need."""
     return Fragment(template.format(*(part.text for part in parts)), binds, uses_of(*parts, Fragment("", uses=tuple(uses))))
 
 
 def uses_of(*parts: Fragment) -> tuple[Use, ...]:
-    """What several fragments need."""
+    """Return what several fragments need."""
     return tuple(dict.fromkeys(use for part in parts for use in part.uses))
 
 
 def names_of(uses: Iterable[Use], kind: str) -> tuple[str, ...]:
-    """The names of what is needed of a kind, each once."""
+    """Return the names of a kind of needs, each once."""
     return tuple(dict.fromkeys(use.name for use in uses if use.kind == kind))
 
 
 def texts(lines: Iterable[Fragment]) -> tuple[str, ...]:
-    """What a template places."""
+    """Return the texts of lines."""
     return tuple(line.text for line in lines)
 
 
 class NotLowerable(Exception):
-    """The target has no code for this expression; the text says which and why."""
+    """The target has no code for something; the text says what and why."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a target reduces, by what is reduced over; over queries these are the rules of columns. What is not named here is refused."""
+    """The reductions of a target, by range; over queries these are column rules. Everything else is refused."""
 
     reduces: Mapping[str, Iterable[str]]
 
     def knows(self, expr: Reduce) -> bool:
-        """Whether there is code for a reduction as it stands."""
+        """Return whether there is code for a reduction as it stands."""
         return expr.op in self.reduces.get(expr.over, ())
 
     def check(self, op: str, over: str) -> None:
-        """Whether there is code for a reduction over a range.
+        """Check that there is code for a reduction over a range.
 
         Raises:
-            NotLowerable: if not.
+            NotLowerable: if there is none.
         """
         if op not in self.reduces.get(over, ()):
             raise NotLowerable(f"`{op} {RANGES[over]}`")
 
     def check_columns(self, columns: Iterable[Column]) -> None:
-        """Whether there is code for the columns' rules.
+        """Check that there is code for the columns' rules.
 
         Raises:
-            NotLowerable: if not.
+            NotLowerable: if there is none.
         """
         for column in columns:
             if column.rule not in self.reduces["queries"]:
@@ -172,17 +172,16 @@ Code: TypeAlias = Mapping[str, Callable[..., Fragment]]
 
 
 class Printer(ABC):
-    """Prints an expression for one target in one context.
+    """Prints expressions for one target in one context.
 
-    `code` is what the context has code for: operations and inputs by their names, other nodes by their kind. What is missing there is
-    refused.
+    `code` maps operations and inputs by name, and other nodes by kind, to functions. Missing ones are refused.
     """
 
     can: ClassVar[Target]
-    # Binding strength of the target's binary operators; higher binds tighter. Conditions use & and |, which vectorise.
+    # Binding strength of the target's binary operators; higher binds tighter. Conditions use & and |, which vectorize.
     strength: ClassVar[dict[str, int]]
     unary: ClassVar[int]
-    functions: ClassVar[Mapping[str, str]]  # what the target calls them; each needs `library` of what surrounds it
+    functions: ClassVar[Mapping[str, str]]  # the target's names; each function needs `library`
     library: ClassVar[tuple[Use, ...]] = ()
     squared: ClassVar[str]
     raised: ClassVar[str]
@@ -190,12 +189,12 @@ class Printer(ABC):
     zero: ClassVar[str] = "0"
 
     def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
-        """The expression, in parentheses if it binds less tightly than `at_least`."""
+        """Print an expression, in parentheses if it binds less tightly than `at_least`."""
         made = self.parts(expr)
         return made if made.binds >= at_least else fragment("({})", made)
 
     def parts(self, expr: Expr) -> Fragment:
-        """The expression without parentheses around it."""
+        """Print an expression without parentheses around it."""
         code = self.code.get(_name(expr))
         if code is None:
             raise NotLowerable(missing(expr))
@@ -203,40 +202,40 @@ class Printer(ABC):
 
     @abstractmethod
     def number(self, value: float) -> Fragment:
-        """A literal."""
+        """Print a literal."""
 
     @abstractmethod
     def as_number(self, condition: Fragment) -> Fragment:
-        """A condition as 0 or 1."""
+        """Print a condition as 0 or 1."""
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> Fragment:
-        """A reduction for which there is code."""
+        """Print a reduction that the target has code for."""
 
     def value(self, expr: Expr, at_least: int = 0) -> Fragment:
-        """The expression as a number: a condition counts 0 or 1."""
+        """Print an expression as a number; a condition becomes 0 or 1."""
         if is_condition(expr):
             return self.as_number(self(expr))
         return self(expr, at_least)
 
     def truth(self, expr: Expr, at_least: int = 0) -> Fragment:
-        """The expression as a condition: a number holds where it is not 0."""
+        """Print an expression as a condition; a number is true unless it is 0."""
         if is_condition(expr):
             return self(expr, at_least)
         return fragment(f"({{}} != {self.zero})", self(expr, self.strength["!="] + 1))
 
     def operand(self, side: Expr, whole: Call) -> Fragment:
-        """An operand of `&` or `|`. These bind tighter than comparisons in Python, so each that is not an atom is bracketed."""
+        """Print an operand of `&` or `|`. They bind tighter than comparisons in Python, so all but atoms get parentheses."""
         return self.truth(side, ATOM)
 
     def function(self, expr: Call) -> Fragment:
-        """A call. Targets have `min` and `max` of two."""
+        """Print a call. `min` and `max` have two operands in targets."""
         args = pair(expr) if expr.op in ("min", "max") else expr.args
         places = ", ".join("{}" for _ in args)
         return fragment(f"{self.functions[expr.op]}({places})", *map(self.value, args), uses=self.library)
 
     def power(self, expr: Call) -> Fragment:
-        """Squares are products."""
+        """Print a power; squares are products."""
         base, exponent = expr.args
         if exponent == Number(value=2):
             return fragment(f"{self.squared}({{}})", self.value(base))
@@ -256,15 +255,15 @@ class Printer(ABC):
         return self.ring(expr.name, expr.op, *(self.value(part) for part in children(expr)))
 
     def column(self, name: str) -> Fragment:
-        """What a column holds of a slot."""
+        """Print a slot's value of a column."""
         raise AssertionError("no columns are read here")
 
     def ring(self, name: str, op: str, *argument: Fragment) -> Fragment:
-        """What a ring holds of a slot, reduced, perhaps with an argument."""
+        """Print the reduction of a slot's ring, possibly with an argument."""
         raise AssertionError("no rings are read here")
 
     def binary(self, expr: Call) -> Fragment:
-        """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
+        """Print a left-associative operator; comparisons do not chain."""
         binds = self.strength[expr.op]
         chained = 1 if expr.op in COMPARISONS else 0
         left, right = self.value(expr.args[0], binds + chained), self.value(expr.args[1], binds + 1)
@@ -291,7 +290,7 @@ class Printer(ABC):
 
 
 def _name(expr: Expr) -> str:
-    """By what a printer has code for a node."""
+    """Return a node's key in `code`."""
     if isinstance(expr, Call):
         return expr.op
     if isinstance(expr, Input):
@@ -300,7 +299,7 @@ def _name(expr: Expr) -> str:
 
 
 def missing(expr: Expr) -> str:
-    """What a target has no code for, as a refusal says it."""
+    """Return what a target has no code for, as text for a refusal."""
     if isinstance(expr, TensorRef):
         return f"tensors {'with vectors of query heads' if expr.group else 'of files'}, as `{expr.name}` is one"
     return f"values from the caller, as `{expr.name}` is one" if expr.kind == "given" else f"`{_name(expr)}`"
@@ -311,15 +310,15 @@ def hoist(
     compute: Callable[[OfAllSlots, str, dict[Expr, str]], T | None],
     known: Mapping[Expr, str] = MappingProxyType({}),
 ) -> tuple[list[T], dict[Expr, str]]:
-    """What has to be computed before a loop in which the expressions stand, and the names that it has there.
+    """Compute what has to come before a loop over the expressions, and name it.
 
     Args:
-        compute: from a reduction, a rank or a pool, its name, and the names of those within it, to what computes it; None where it stays
-            in the loop.
-        known: names of what has been computed already.
+        compute: receives a reduction, rank or pool, its name, and the names of inner ones; returns its computation, or None if it
+            stays in the loop.
+        known: names of values that are already computed.
 
     Returns:
-        What computes reductions, inner ones first, and their names, with those that are known.
+        The computations, inner ones first, and all names including the known ones.
     """
     computed: list[T] = []
     names = dict(known)
@@ -348,12 +347,12 @@ def _called(expr: OfAllSlots) -> str:
 
 
 def whole(count: float) -> int:
-    """A literal count of tokens: floored, and within what an int holds."""
+    """Return a literal count of tokens: rounded down, within the range of an int."""
     return int(max(0, min(count // 1, INT_MAX)))
 
 
 def pair(extreme: Call) -> tuple[Expr, Expr]:
-    """The operands of `min` or `max`, of which targets have functions of two."""
+    """Return the two operands of `min` or `max`; further ones are nested."""
     first, *rest = extreme.args
     return first, rest[0] if len(rest) == 1 else call(extreme.op, *rest)
 
@@ -362,7 +361,7 @@ _LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
 def as_float32(value: float) -> float:
-    """The number, or the infinity that it is in float32: a literal that is too large would be an error there."""
+    """Return the number, or an infinity if it is too large for float32, where such a literal would be an error."""
     return value if abs(value) <= _LARGEST or math.isnan(value) else math.copysign(math.inf, value)
 
 
@@ -374,12 +373,12 @@ _LIKE_A_MACRO = re.compile(r"[A-Z][A-Z0-9_]+|[a-z]*_?errhandling|linux|unix|stdi
 
 
 def spelled(name: str) -> str:
-    """The param's name in generated code; different names stay different."""
+    """Return a param's name in generated code; different names stay different."""
     plain = name.rstrip("_")
     taken = plain in _TAKEN | _NUMBERS or plain.startswith(_SIZE) or _LIKE_A_MACRO.fullmatch(plain)
     return name + "_" if taken else name
 
 
 def size_of(ring: str) -> str:
-    """The name of the number that is a ring's size."""
+    """Return the name of the number that is a ring's size."""
     return _SIZE + ring

@@ -1,4 +1,4 @@
-"""The numbers of a policy: its params, and what kernels read per row, computed in the generated `resolve` of `cache.py`."""
+"""The numbers of a policy, such as params, computed per row in the generated `resolve` of `cache.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvdsl.lower.expression import Fragment, fragment, names_of, size_of, spelle
 from kvdsl.lower.torch_expressions import NumberPrinter
 
 STAGES: Mapping[str, int] = MappingProxyType({"trigger": 1, "slack": 0, "max_drop": 0})
-"""The numbers that, with the capacity, say how many tokens must leave, and what they are where the table lacks them."""
+"""The numbers that, with the capacity, decide how many tokens to evict, and their values if the table lacks them."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class ParamPlan:
     """One constructor argument.
 
     Attributes:
-        name: a checked identifier that is reserved nowhere.
-        annotation, default: as the constructor's signature has them.
-        given: what the constructor hands on.
-        help: what the docstring says of it.
+        name: a checked identifier that is not reserved.
+        annotation, default: for the constructor's signature.
+        given: the expression that the constructor passes on.
+        help: its text in the docstring.
     """
 
     name: str
@@ -40,10 +40,10 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class NumbersPlan:
-    """What computes a policy's numbers.
+    """The computation of a policy's numbers.
 
     Attributes:
-        resolve: the statements that compute the numbers of a row from what the user gave.
+        resolve: the statements that compute the numbers of a row from the user's params.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         uses_torch: whether either needs torch.
         heads_differ: whether any differs between the KV heads of a layer.
@@ -67,7 +67,7 @@ _CAPACITY = Fragment("capacity")
 
 
 def numbers_plan(policy: Policy) -> NumbersPlan:
-    """The numbers of a policy whose state columns are known."""
+    """Return the numbers of a policy that has its state columns."""
     resolve, numbers = list(_resolve(policy)), list(_numbers(policy))
     return NumbersPlan(
         params=tuple(_param(param, {one.name for one in policy.params}) for param in policy.params),
@@ -79,13 +79,13 @@ def numbers_plan(policy: Policy) -> NumbersPlan:
 
 
 def heads_differ(policy: Policy) -> bool:
-    """Whether a number that counts tokens reads a tensor that has one for every KV head of a layer."""
+    """Return whether a number that counts tokens reads a per-head tensor."""
     read = {node.name for expr in _numbers_of(policy) for node in parts_of(expr, TensorRef)}
     return any(tensor.name in read and "heads" in tensor.axes for tensor in policy.tensors)
 
 
 def _numbers_of(policy: Policy) -> Iterator[Expr]:
-    """The expressions of which `resolve` makes numbers."""
+    """Yield the expressions that `resolve` evaluates."""
     yield from (param.default for param in policy.params)
     yield from (keep.count for keep in policy.keeps if keep.count is not None)
     yield from (policy.trigger, policy.slack, policy.max_drop)
@@ -97,18 +97,18 @@ def _param(param: Param, params: Collection[str]) -> ParamPlan:
     constant, given = isinstance(param.default, Number), param.name
     if constant and param.name == "budget" and offers_ratio(params):
         constant, given = False, f"{_RESOLVE(param.default).text} if budget is None and ratio is None else budget"
-    rate = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
+    ratio = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return ParamPlan(
         name=param.name,
         annotation="float" if constant else "float | None",
         default=_RESOLVE(param.default).text if constant else "None",
         given=given,
-        help=f"default {print_expression(param.default)}{' ' + param.unit if param.unit else ''}{rate}",
+        help=f"default {print_expression(param.default)}{' ' + param.unit if param.unit else ''}{ratio}",
     )
 
 
 def _resolve(policy: Policy) -> Iterator[Fragment]:
-    """Params in order; the capacity as soon as the params that it reads are known, and behind it those that read it."""
+    """Yield params in order, and the capacity between those that it reads and those that read it."""
     bounds, early = _bounds(policy), _ahead_of_the_budget(policy)
     for param in early:
         yield _assigned(param, bounds)
@@ -127,7 +127,7 @@ def _resolve(policy: Policy) -> Iterator[Fragment]:
 
 
 def _ahead_of_the_budget(policy: Policy) -> list[Param]:
-    """The params up to the last that the budget reads, without those that read the budget, themselves or by params before them."""
+    """Return the params up to the last that the budget reads, except those that depend on the budget."""
     awaited = {node.name for node in parts_of(policy.budget, ParamRef)} if policy.budget else set()
     behind, ahead, count = set[str](), list[Param](), 0
     for param in policy.params:
@@ -148,9 +148,9 @@ _MANY = 2**31 - 1
 
 
 def _selected(select: Select) -> Fragment:
-    """How many tokens a query selects, or chooses for the layers above; inf in layers where it does not.
+    """Return how many tokens a query selects, or chooses for the layers above; inf in other layers.
 
-    Where each query finds that out, it is a finite number in those layers, more than any text has.
+    For a count computed by each query it is a finite number larger than any text.
     """
     count = _at_least_one(select.count if select.measured is None else Number(value=_MANY))
     return fragment("given.inside({}, low=chooser, high=chooser)", count) if select.choosing else _inside(count, select)
@@ -173,7 +173,7 @@ def _at_least_one(expr: Expr) -> Fragment:
 
 
 def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
-    """The count in the layers of a range; inf in the others."""
+    """Return a count inside a range of layers; inf outside."""
     if layers is None or (layers.low is None and layers.high is None):
         return count
     ends = {name: _RESOLVE(end) for name, end in (("low", layers.low), ("high", layers.high)) if end is not None}
@@ -181,7 +181,7 @@ def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
 
 
 def _bounds(policy: Policy) -> dict[str, tuple[float, float]]:
-    """What params have to lie in that stand by themselves where a count or a decay does, as the checker asks of their defaults."""
+    """Return the bounds of params that are used directly as a count or decay; the checker applies them to defaults."""
     sketch = policy.sketch
     counts = [policy.trigger, policy.slack, policy.max_drop, policy.pages_after, *(keep.count for keep in policy.keeps)]
     some = [policy.pages, policy.prefill_block, policy.block, *(column.size for column in policy.columns)]
@@ -213,14 +213,14 @@ def _given(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragment:
 
 
 def _decays(policy: Policy) -> Iterator[Fragment]:
-    """What a moving average keeps is a share of it, however it is computed."""
+    """Check computed decays, which lie between 0 and 1."""
     for decay in dict.fromkeys(column.decay for column in policy.columns if column.decay is not None):
         if not isinstance(decay, Number | ParamRef):
             yield fragment("given.check_decay({})", _RESOLVE(decay))
 
 
 def _fits(policy: Policy) -> Iterator[Fragment]:
-    """What `keep first` and `keep last` protect must leave room for a candidate. Keeps of one kind overlap."""
+    """Check that `keep first` and `keep last` leave room for a candidate. Keeps of one kind overlap."""
     static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     if not static:
         return
@@ -238,13 +238,13 @@ def _largest(counts: Iterable[Expr | None]) -> Fragment:
 
 
 def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
-    """Names and texts of the numbers that kernels read per row, in the order of the table."""
+    """Yield names and texts of the numbers that kernels read per row, in the order of the table."""
     exprs = list(_evaluated(policy))
     names = (spelled(param.name) for param in policy.params if _refers(exprs, param.name))
     yield from ((name, Fragment(name)) for name in names)
     read = {name for name in _RESOLVE.inputs if any(reads(expr, name) for expr in exprs)}
     if any(one.source == "turn" for one in policy.given):
-        read.add("turns")  # a new token takes its turn from there
+        read.add("turns")  # a new token reads its turn there
     yield from ((name, Fragment(text)) for name, text in _RESOLVE.inputs.items() if name in read)
     if policy.budget:
         yield "capacity", _inside(_CAPACITY, policy.layers)
@@ -269,7 +269,7 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
 
 
 def _floors(policy: Policy) -> Iterator[tuple[str, Fragment]]:
-    """What those that share a budget cannot lose to the others."""
+    """Yield what heads or layers keep in any case if they share a budget."""
     layers = policy.across_layers
     if policy.one_pool and layers is not None:
         yield "floor", fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
@@ -284,7 +284,7 @@ def _floors(policy: Policy) -> Iterator[tuple[str, Fragment]]:
 
 
 def _evaluated(policy: Policy) -> Iterator[Expr]:
-    """The expressions that kernels evaluate."""
+    """Yield the expressions that kernels evaluate."""
     for column in policy.columns:
         yield column.body
         if column.decay is not None:
@@ -305,13 +305,13 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
 
 
 def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:
-    """What says where a number that reads the data counts, and what kernels read for it."""
+    """Yield the layers in which a data-dependent number applies, and the input to compare them with."""
     ends = [] if layers is None else [end for end in (layers.low, layers.high) if end is not None]
     yield from [*ends, Input(name="layer")] if ends else []
 
 
 def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:
-    """The numbers of lazy pruning that differ from their defaults."""
+    """Yield the numbers of lazy pruning that differ from their defaults."""
     for name, made in (("trigger", _some), ("slack", _count), ("max_drop", _some)):
         value: Expr = getattr(policy, name)
         if value != Number(value=STAGES[name]) or (name == "slack" and policy.max_drop != Number(value=0)):

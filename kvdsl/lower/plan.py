@@ -1,4 +1,4 @@
-"""Plans: everything that a template prints, decided. A template only places what stands here."""
+"""Plans: everything that a template prints. Templates only place it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """One state column: `meaning` is its body in the language's own notation."""
+    """A state column; `meaning` is its body in the language's notation."""
 
     name: str
     rule: str
@@ -37,7 +37,7 @@ class ColumnPlan:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """One ring: `size` is the name of the number that says of how many queries it holds `meaning`."""
+    """A ring of `meaning`; `size` names the number of queries that it holds."""
 
     name: str
     size: str
@@ -46,9 +46,9 @@ class RingPlan:
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """What the cache is told of each token: its name as the constructor has it, as kernels call it, and what the docstring says of it.
+    """A value per token: its name in the constructor and in kernels, and its help in the docstring.
 
-    `asked`: whether the constructor has it, because a function says it.
+    `asked`: whether it is a constructor argument, because a function provides it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class GivenPlan:
 
 @dataclass(frozen=True)
 class Written:
-    """What the user wrote, in the language's own notation; empty where nothing was."""
+    """The user's statements in the language's notation; empty if missing."""
 
     keeps: tuple[str, ...]
     budget: str
@@ -73,21 +73,21 @@ class Written:
 
 @dataclass(frozen=True)
 class PackagePlan:
-    """What the generated package of one policy holds.
+    """The generated package of one policy.
 
     Attributes:
-        resolve: the statements that compute the numbers of a row from what the user gave. `resolve_uses_torch`: whether they, or
+        resolve: the statements that compute the numbers of a row from the user's params. `resolve_uses_torch`: whether they, or
             the numbers' expressions, need torch.
-        ratio: whether the budget may be given as a `ratio`, too.
-        tensors: of files, in the order of `SlotState.constants`: those of one row first; `tensor_names`: how kernels call them.
-        given: what the caller gives of each token, in the order of `AttentionCall.supplied`.
+        ratio: whether the budget can also be given as `ratio`.
+        tensors: tensors of files, in the order of `SlotState.constants`, those of one row first; `tensor_names`: their names in kernels.
+        given: the caller's values per token, in the order of `AttentionCall.supplied`.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
-        heads_differ: whether numbers differ between the KV heads of a layer; then the table has a row for each.
-        columns, rings: what is remembered per slot: of one number, and of one number per query.
-        flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
-        cpp, triton: None where the policy has no such form; triton_words: what the kernels say of themselves.
-        refusals: why it has none, by target, `cpu` or `triton`.
-        written: what the user wrote.
+        heads_differ: whether numbers differ between the KV heads of a layer; the table then has a row for each.
+        columns, rings: the state per slot, of one number and of one number per query.
+        flags: names and values of the fields of `kvdsl.runtime.spec.PolicySpec` that differ from their defaults.
+        cpp, triton: None if the target refuses the policy; triton_words: the comments of the kernels.
+        refusals: the reason by refusing target, `cpu` or `triton`.
+        written: the user's statements.
     """
 
     name: str
@@ -117,7 +117,7 @@ class PackagePlan:
 
 
 def make_plan(policy: Policy) -> PackagePlan:
-    """The plan of a checked policy.
+    """Return the plan of a checked policy.
 
     Raises:
         KvdslError: if not even torch has code for something in it.
@@ -178,7 +178,7 @@ def _written(policy: Policy) -> Written:
 
 
 def _given(given: Given) -> GivenPlan:
-    help = "`f(module, hidden_states)`, which gives a number of each new token, [batch, KV heads or 1, tokens]; see `give`"
+    help = "`f(module, hidden_states)`, which returns a number per new token, [batch, KV heads or 1, tokens]; see `give`"
     default = "" if given.default is None else f"; default {print_number(given.default)}"
     return GivenPlan(given.name, spelled(given.name), help + default, given.source == "caller")
 
@@ -193,9 +193,9 @@ def _flags(policy: Policy, step: Step, torch: TorchPlan, cpp: CppPlan | None) ->
     spans = tuple((one.name, held[GivenRef(name=one.name, marked=True)]) for one in policy.given if one.source == "spans")
     if spans:
         yield "spans", repr(spans)
-    hears = tuple(one.name for one in policy.given if one.source == one.name)
-    if hears:
-        yield "hears", repr(hears)
+    provided = tuple(one.name for one in policy.given if one.source == one.name)
+    if provided:
+        yield "hears", repr(provided)
     if policy.across_layers is not None:
         yield "across_layers", '"pool"' if policy.one_pool else '"shares"'
     for name, default in (("when", "both"), ("victims", "own")):
@@ -229,16 +229,16 @@ def _flags(policy: Policy, step: Step, torch: TorchPlan, cpp: CppPlan | None) ->
 
 
 def _tensors_in_order(policy: Policy) -> Policy:
-    """The policy with those tensors first that take one row of `SlotState.constants`, which kernels find by their number.
+    """Put tensors first that take one row of `SlotState.constants`, which kernels index by number.
 
-    Of the others, matrices and vectors of query heads, kernels read none.
+    Kernels do not read the others, matrices and vectors of query heads.
     """
     in_order = sorted(policy.tensors, key=lambda tensor: not {"rank", "group"}.isdisjoint(tensor.axes))
     return policy.model_copy(update={"tensors": tuple(in_order)})
 
 
 def _tensors_of_values(policy: Policy) -> bool:
-    """Whether a reduction over dims has dims of tensors beside those of values."""
+    """Return whether a reduction over dims combines dims of tensors with those of values."""
     return any(
         reads(node.body, "v") and reads_vectors(node.body)
         for expr in everywhere(policy)
@@ -247,7 +247,7 @@ def _tensors_of_values(policy: Policy) -> bool:
 
 
 def _lowered(target: str, plan: Callable[[Step], Plan], step: Step, refusals: dict[str, str]) -> Plan | None:
-    """What a target makes of the step; where it has no form there, `refusals` gets why."""
+    """Return a target's plan, or None with the reason in `refusals`."""
     try:
         return plan(step)
     except NotLowerable as refusal:
@@ -256,10 +256,10 @@ def _lowered(target: str, plan: Callable[[Step], Plan], step: Step, refusals: di
 
 
 def _torch(step: Step) -> TorchPlan:
-    """What torch makes of it, which serves the prompts of every backend.
+    """Return the torch plan, which serves the prompts of every backend.
 
     Raises:
-        KvdslError: if it has no code for something that was accepted.
+        KvdslError: if torch has no code for something that the checker accepts.
     """
     try:
         return torch_plan(step)

@@ -1,6 +1,6 @@
-"""What a function of printed Python computes several times, computed once: `let` says a thing once, and inlined it stands many times.
+"""Compute repeated expressions of printed Python functions once: inlining a `let` repeats it.
 
-All expressions are pure, so that it makes no difference when they are computed.
+All expressions are pure, so the order of evaluation does not matter.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _VIEWS = frozenset({"unsqueeze", "number", "scalar", "exact", "vector", "vectors", "column", "ring", "double", "item"})
-"""Calls that are not worth a name."""
+"""Calls too cheap for a local."""
 
 _PARSING = threading.Lock()
-"""Held for `ast.parse`: some Python 3.11 and 3.12 fail where two threads are in it at once."""
+"""Held for `ast.parse`: some Python 3.11 and 3.12 fail if two threads are in it at once."""
 
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "sum", ast.Sub: "difference", ast.Mult: "product", ast.Div: "quotient", ast.Mod: "rest", ast.Pow: "power",
@@ -25,10 +25,10 @@ _SIGNS: dict[type[ast.AST], str] = {
 
 
 def shared(lines: Sequence[str]) -> tuple[str, ...]:
-    """The lines of a function's body, with names for what stands in them more than once."""
+    """Return the lines of a function's body, with locals for expressions that occur more than once."""
     text, names = "\n".join(lines), 0
     mark = "__"
-    while re.search(rf"{mark}\d", text):  # a column may be called so
+    while re.search(rf"{mark}\d", text):  # a column may have such a name
         mark += "_"
     while (found := _largest(text)) is not None:
         names += 1
@@ -38,7 +38,7 @@ def shared(lines: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an expression stands: offsets into the text; `line`: the offset of its statement."""
+    """An occurrence of an expression, as offsets into the text; `line` is the offset of its statement."""
 
     node: ast.expr
     begin: int
@@ -47,7 +47,7 @@ class _Place:
 
 
 def _largest(text: str) -> list[_Place] | None:
-    """All places of the longest expression that has several."""
+    """Return all occurrences of the longest expression that occurs more than once."""
     found: dict[str, list[_Place]] = {}
     for place in _places(text):
         found.setdefault(ast.dump(place.node), []).append(place)
@@ -71,12 +71,12 @@ def _places(text: str) -> Iterator[_Place]:
 
 
 def _as_function(text: str) -> str:
-    """`return` may stand in it. Every line is one column further to the right, and one further down."""
+    """Wrap the text in a function, since it may contain `return`. Every line moves one column right and one line down."""
     return "def body():\n" + "\n".join(f" {line}" for line in text.split("\n"))
 
 
 def _outside_lambdas(node: ast.AST) -> Iterator[ast.AST]:
-    """What has the same value wherever in the function it stands."""
+    """Yield the nodes whose value does not depend on where in the function they stand."""
     yield node
     if not isinstance(node, ast.Lambda):
         for child in ast.iter_child_nodes(node):
@@ -89,11 +89,11 @@ _WORTH: dict[type[ast.AST], Callable[[Any], bool]] = {
     ast.BinOp: lambda _: True,
     ast.Compare: lambda _: True,
 }
-"""Whether an expression is worth a name, by its kind; others are not."""
+"""Whether an expression is worth a local, by its kind; others are not."""
 
 
 def _called(node: ast.expr) -> str:
-    """What it is, in a word."""
+    """Return a name for an expression's local."""
     if isinstance(node, ast.Call):
         assert isinstance(node.func, ast.Attribute)
         first = node.args[0] if node.args else None
@@ -104,7 +104,7 @@ def _called(node: ast.expr) -> str:
 
 
 def _numbered(text: str, mark: str) -> str:
-    """The text with its new names, which have the mark, numbered as they come, past those that stand in it already."""
+    """Number the new names, which contain the mark, in order, skipping names that already exist."""
     number = 0
     for name in re.findall(rf"^(\w+{mark}\d+) = ", text, re.MULTILINE):
         stem = name.rpartition(mark)[0]
@@ -116,7 +116,7 @@ def _numbered(text: str, mark: str) -> str:
 
 
 def _named(text: str, places: list[_Place], name: str) -> str:
-    """The text with the name in all of the places, and a line before the first that says what it is."""
+    """Replace all occurrences by a name, and define it before the first."""
     first = places[0]
     value = text[first.begin : first.end]
     for place in sorted(places, key=lambda one: -one.begin):

@@ -1,7 +1,7 @@
 """A step of a policy, decided once for all targets: place, observe, rank, protect, select.
 
-A target has code for the expressions that stand here, or refuses them. What is remembered and in which rows, which loops find who leaves,
-what protects, and how many must leave is said here alone, so that targets agree on it.
+Targets have code for the expressions of a step, or refuse them. Only this module decides which columns exist and in which rows, which
+loops rank slots, what is protected and how many slots are evicted, so that targets agree.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvdsl.lower.numbers import STAGES, NumbersPlan
 from kvdsl.passes.normal import in_parts
 
 START: Mapping[str, float] = {"max": -math.inf, "min": math.inf, "fold": math.nan, "prune": math.nan}
-"""What a column holds of a token that has just come, by its rule, where that is not 0."""
+"""A column's initial value, by rule, if it is not 0."""
 
 
 class Pass(NamedTuple):
-    """One loop over the slots of a KV head that must lose tokens.
+    """One loop over the slots of a KV head that has to evict.
 
     Attributes:
-        rows: what slots rank by, and what the work row is called that gets it: `score`, and `top_1`, `top_2`, ... of each `keep top`.
-        conditions: what `keep where` asks.
-        columns: what is remembered of who left, in the last loop.
+        rows: what slots rank by, and the name of its work row: `score`, and `top_1`, `top_2`, ... for each `keep top`.
+        conditions: the conditions of `keep where`.
+        columns: the columns that a prune updates, in the last loop.
     """
 
     rows: dict[str, Expr]
@@ -52,50 +52,50 @@ class Pass(NamedTuple):
 
     @property
     def values(self) -> list[Expr]:
-        """All that it evaluates. What these reduce over slots is hoisted: it is found before, inner reductions first."""
+        """Every expression that the loop evaluates. Reductions over slots in them are computed before it, inner ones first."""
         return [*self.rows.values(), *self.conditions, *(column.body for column in self.columns)]
 
 
 class Protection(Node):
-    """What may not leave, and what a query always attends to: the union of the `keep` lines.
+    """The slots protected from eviction, which a query also always selects: the union of the `keep` lines.
 
     Attributes:
-        ends_last: whether `keep first` and `keep last` yield only when nothing else is left.
+        ends_last: whether `keep first` and `keep last` yield only after all other slots.
     """
 
     keeps: tuple[Keep, ...]
     ends_last: bool
 
     def counts(self, scope: str) -> list[Expr]:
-        """How many tokens each line of a scope protects."""
+        """Return the counts of a scope's lines."""
         return [keep.count for keep in self.keeps if keep.scope == scope and keep.count is not None]
 
     def by(self, scope: str) -> tuple[Expr, ...]:
-        """What the lines of a scope ask of a slot."""
+        """Return what a scope's lines rank or filter by."""
         return tuple(keep.by for keep in self.keeps if keep.scope == scope and keep.by is not None)
 
     @property
     def ends(self) -> tuple[Keep, ...]:
-        """The lines that go by a token's place."""
+        """The lines that depend on a token's position."""
         return tuple(keep for keep in self.keeps if keep.scope in ("first", "last"))
 
     @property
     def overprotects(self) -> bool:
-        """Whether it may protect more than a budget has room for; the checker knows that the ends do not."""
+        """Whether it may protect more than a budget holds. The checker rules that out for the ends."""
         return len(self.ends) < len(self.keeps)
 
 
 class Eviction(Node):
-    """Who leaves.
+    """Eviction from the cache.
 
     Attributes:
-        score: the lowest leaves first.
-        columns: what is remembered of it. Before, these hold what the last one gave.
-        budget: the tokens to keep, where that reads the data: no end in layers that keep everything.
-        stated: which of the numbers that say how many must leave the table has beside the capacity; see `overflow`.
-        by: who decides together: each KV head alone, a layer's `heads`, all `layers`.
-        heads_share, layers_share: whether a layer's KV heads, or the layers, lose tokens to each other.
-        decodes, prompts: whether tokens leave in a decode step, and behind a prompt. hard: whether room is made before a token is placed.
+        score: the lowest is evicted first.
+        columns: columns updated by an eviction, which it reads as they were before.
+        budget: a data-dependent number of tokens to keep; infinite in layers that keep everything.
+        stated: the numbers besides the capacity, of those that decide how many slots to evict, in the table; see `overflow`.
+        by: which heads evict together: each KV head alone, a layer's `heads`, or all `layers`.
+        heads_share, layers_share: whether a layer's KV heads, or the layers, share one budget.
+        decodes, prompts: whether a decode step evicts, and the end of a prompt. hard: whether it evicts before a token is placed.
     """
 
     score: Expr
@@ -111,17 +111,17 @@ class Eviction(Node):
 
     @property
     def alone(self) -> bool:
-        """Whether each KV head decides by itself."""
+        """Whether each KV head decides alone."""
         return self.by == "own" and not (self.heads_share or self.layers_share)
 
     @property
     def pools(self) -> bool:
-        """Whether the score pools. A pool goes by what may not leave, so that the score is found behind all else."""
+        """Whether the score pools. Pools depend on protection, so such a score is computed after everything else."""
         return any(has(self.score, Call, op=pool) for pool in POOLS)
 
     @property
     def overflow(self) -> dict[str, int | None]:
-        """What says how many must leave, in this order: a number of the table (None), or what it is otherwise."""
+        """The arguments that decide how many slots to evict, in order: a number of the table (None), or a constant."""
         stages = {name: None if name in self.stated else default for name, default in STAGES.items()}
         return {"capacity": None, **stages}
 
@@ -131,11 +131,11 @@ class Selection(Node):
 
     Attributes:
         by: what it ranks slots by.
-        count: how many tokens, where that reads the data, in these `layers`: the number `select` is infinite in others.
-        weight: how often what is attended to counts.
-        reuses: whether layers take over what another one's queries choose.
-        paged: whether it goes by pages. whole: whether these begin with the text and none of it ever leaves, so that the token at position
-            p is in slot p.
+        count: a data-dependent number of tokens in these `layers`; in others the number `select` is infinite.
+        weight: how many times each selected slot counts in the softmax.
+        reuses: whether layers use the selection of another layer.
+        paged: whether it selects pages. whole: whether pages start with the text and nothing is ever evicted, so that the token at
+            position p is in slot p.
     """
 
     by: Expr
@@ -148,38 +148,38 @@ class Selection(Node):
 
     @property
     def votes(self) -> tuple[Reduce, ...]:
-        """What a query goes by of all KV heads of the layer."""
+        """The reductions over all KV heads of the layer."""
         return tuple(dict.fromkeys(parts_of(self.by, Reduce, axis=Axis.HEAD)))
 
     @property
     def of_head(self) -> Expr:
-        """What a KV head finds of a slot by itself, which the last vote reduces."""
+        """What a KV head computes per slot; the last vote reduces it."""
         return self.votes[-1].body if self.votes else self.by
 
     @property
     def of_votes(self) -> Expr | None:
-        """What each KV head makes of a vote; None where it goes by that as it is, or where there is none."""
+        """What each KV head computes from a vote; None if it uses the vote directly, or has none."""
         return None if self.votes in ((), (self.by,)) else self.by
 
     @property
     def form(self) -> str:
-        """The fast form of what a KV head finds; `expression` if kernels have none for it. See `form_of`."""
+        """The fast form of what a KV head computes; `expression` if kernels have none. See `form_of`."""
         form = form_of(self.of_head)
         return form if self.whole or not form.startswith("page") else "expression"
 
 
 class Step(Node):
-    """A step: what each phase evaluates. What is not there is None or empty.
+    """Everything that the phases of a step evaluate; missing parts are None or empty.
 
     Attributes:
-        numbers: names of the numbers in the table, in its order. heads_differ: whether it has a row for each KV head.
-        columns: all that is remembered per slot: single numbers first, in the order of the table, then rings.
-        observe: those that queries are folded into. place: those that a token has by itself.
-        forgets: whether all that is known of queries goes with the prompt that they are of, so that a decode step observes nothing.
-        evict, protect: who leaves.
-        share: what a layer's share of the budget goes by.
-        select: what a query attends to. sketch: what ranks the dims; the query looks at the highest few.
-        group: how a group's query heads are reduced. compact: whether keys are rotated by their rank among the live slots.
+        numbers: names of the numbers in the table, in order. heads_differ: whether it has a row for each KV head.
+        columns: all per-slot state: single numbers first, in the order of the table, then rings.
+        observe: the columns updated by queries. place: the columns computed when a token is placed.
+        forgets: whether state about queries is dropped after each prompt, so that a decode step observes nothing.
+        evict, protect: eviction and protection.
+        share: the weight of a layer for its share of the budget.
+        select: what a query attends to. sketch: what ranks the dims of the sketch.
+        group: the reduction over a group's query heads. compact: whether keys are rotated by their rank among the live slots.
         pages_after: whether tokens lie before the first page.
     """
 
@@ -199,32 +199,32 @@ class Step(Node):
     pages_after: bool
 
     def ruled(self, *rules: str) -> tuple[Column, ...]:
-        """The columns that are kept by one of these rules."""
+        """Return the columns with one of these rules."""
         return tuple(column for column in self.columns if column.rule in rules)
 
     @property
     def place(self) -> tuple[Column, ...]:
-        """The columns that a token has by itself."""
+        """The columns computed when a token is placed."""
         return self.ruled("token")
 
     @property
     def observe(self) -> tuple[Column, ...]:
-        """The columns that queries are folded into."""
+        """The columns updated by queries."""
         return tuple(column for column in self.columns if column.rule not in ("token", "prune"))
 
     @property
     def singles(self) -> tuple[str, ...]:
-        """The columns of one number a slot, each a row of the table."""
+        """The columns of one number per slot, each a row of the table."""
         return tuple(column.name for column in self.columns if column.rule != "ring")
 
     @property
     def rings(self) -> tuple[str, ...]:
-        """The columns of one number a slot for each of the newest queries, which lie behind the others."""
+        """The columns of N numbers per slot, which follow the others."""
         return tuple(column.name for column in self.columns if column.rule == "ring")
 
     @property
     def rank(self) -> tuple[Pass, ...]:
-        """The loops that find what slots rank by, in work rows; what `keep` protects is known behind the first of them."""
+        """The loops that rank slots, into work rows; protection is known after the first of them."""
         if self.evict is None:
             return ()
         score = {"score": self.evict.score}
@@ -236,7 +236,7 @@ class Step(Node):
 
 
 def step_of(policy: Policy, numbers: NumbersPlan) -> Step:
-    """The step of a policy whose state columns are known."""
+    """Return the step of a policy that has its state columns."""
     shared = policy.across_layers
     return Step(
         numbers=tuple(name for name, _ in numbers.numbers),
@@ -257,13 +257,13 @@ def step_of(policy: Policy, numbers: NumbersPlan) -> Step:
 
 
 def for_target(step: Step, can: Target, refused: Mapping[str, bool]) -> Step:
-    """The step in the reductions that a target has.
+    """Rewrite a step in the reductions of a target.
 
     Args:
-        refused: statements that it has no kernels for, and whether they are stated.
+        refused: statements that the target has no kernels for, and whether the policy has them.
 
     Raises:
-        NotLowerable: if one of these is, or if a column is kept by a rule that it does not have.
+        NotLowerable: if the policy has one of them, or a column whose rule the target lacks.
     """
     found = [statement for statement, stated in refused.items() if stated]
     if found:
@@ -307,7 +307,7 @@ def _selection(policy: Policy) -> Selection | None:
 
 
 def in_layers(count: Expr | None, layers: LayerRange | None) -> Expr | None:
-    """The count in the layers of a range, ends included; in the others no end."""
+    """Return a count inside a range of layers, ends included; infinity outside."""
     bounds = () if layers is None else (("<", layers.low), (">", layers.high))
     outside = [call(op, Input(name="layer"), end) for op, end in bounds if end is not None]
     if count is None or not outside:
@@ -316,11 +316,11 @@ def in_layers(count: Expr | None, layers: LayerRange | None) -> Expr | None:
 
 
 def form_of(by: Expr) -> str:
-    """The fast form of what a query ranks slots by, if it has one.
+    """Return the fast form of what a query ranks slots by.
 
     Returns:
-        `dot` of q and k, `sketch_dot` of the same over the sketch's dims, `page_bound` of what a key in the page could give at
-        most (Quest), `page_mean` of q and the mean of the page's keys, else `expression`.
+        `dot` for q and k, `sketch_dot` for the same over the sketch's dims, `page_bound` for the upper bound of q times any key of the
+        page (Quest), `page_mean` for q and the mean of the page's keys, else `expression`.
     """
     if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
         return "expression"

@@ -1,4 +1,4 @@
-"""A policy as torch: the functions of a generated `kernels_torch.py`; `kvdsl/lower/torch_expressions.py` has the expressions in them."""
+"""Lower a policy to torch: the functions of a generated `kernels_torch.py`. `kvdsl/lower/torch_expressions.py` prints expressions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from kvdsl.lower.torch_expressions import CAN, TORCH, VECTORS, CountPrinter, Num
 class TorchPlan:
     """Bodies of the functions of `kernels_torch.py`, one statement a line; a function without a body is not printed.
 
-    `protects` is whether there is a `protect`, which may have nothing to do; `uses_torch`, whether a body needs torch by its name;
-    `vectors`, whether `observe` computes something for every query, slot and dim;
-    `summary`, what the file has in words; `protected`, what `protect` names.
+    Attributes:
+        summary: the contents of the file, in words.
+        protected: the docstring of `protect`.
+        uses_torch: whether a body uses the name `torch`.
+        vectors: whether `observe` computes a value for every query, slot and dim.
+        protects: whether `protect` exists, even with an empty body.
     """
 
     summary: str
@@ -43,10 +46,10 @@ class TorchPlan:
 
 
 def torch_plan(step: Step) -> TorchPlan:
-    """The torch of a policy.
+    """Lower a step to torch.
 
     Raises:
-        NotLowerable: if there is none.
+        NotLowerable: if torch has no code for it.
     """
     step = for_target(step, CAN, {})
     row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TokenPrinter()
@@ -65,11 +68,10 @@ def torch_plan(step: Step) -> TorchPlan:
         "weight": [] if select is None or select.weight is None else _returned(row.body(select.weight)),
         "sketch": [] if step.sketch is None else _returned(TensorPrinter("row", dims=True).body(step.sketch)),
     }
-    attended = "what is attended to"
-    evicted = f"what is remembered of every query, {f'who leaves, and {attended}' if select else 'and who leaves'}"
+    evicted = "state columns, eviction and selection" if select else "state columns and eviction"
     return TorchPlan(
-        summary=evicted if evict or not select else attended,
-        protected="What may not leave." if evict else "What is always attended to.",
+        summary=evicted if evict or not select else "selection",
+        protected="Protect tokens from eviction." if evict else "Mark tokens that are always selected.",
         uses_torch=TORCH in uses_of(*(line for lines in bodies.values() for line in lines)),
         vectors=VECTORS in uses_of(*bodies["observe"], *bodies["fold"]),
         protects=evict is not None or select is not None,
@@ -78,7 +80,7 @@ def torch_plan(step: Step) -> TorchPlan:
 
 
 _VIEWS = {"place": "new", **dict.fromkeys(("observe", "fold", "count", "select", "weight", "sketch"), "row")}
-"""What functions read, where these are not the slots that are held."""
+"""The argument of functions that do not read the live slots."""
 
 
 def _returned(value: Fragment) -> list[Fragment]:
@@ -86,13 +88,13 @@ def _returned(value: Fragment) -> list[Fragment]:
 
 
 def _function(view: str, lines: list[Fragment]) -> tuple[str, ...]:
-    """The body of a function, if it does anything. Columns are read once and have their names in the expressions."""
+    """Return the body of a function, if it has statements. Each column is read once into a local of its name."""
     columns = names_of(uses_of(*lines), "column")
     return shared([*(f'{name} = {view}.column("{name}")' for name in columns), *texts(lines)]) if lines else ()
 
 
 def _score(score: Expr) -> list[Fragment]:
-    """What slots score; each reduction over the text is found once."""
+    """Print the score; each reduction over the text is computed once."""
     texts = dict.fromkeys(parts_of(score, Reduce, within="text"))
     names: dict[Expr, str] = {}
     lines = []
@@ -108,7 +110,7 @@ def _budget(budget: Expr, by: str) -> Fragment:
 
 
 def _count(count: Expr, layers: LayerRange) -> Fragment:
-    """How many tokens a query selects; per query head where that reads q, then reduced over the group, unless each selects for itself."""
+    """Print the number of tokens that a query selects. If it reads q it is reduced over the group, except under `group each`."""
     bounded = in_layers(count, layers)
     assert bounded is not None
     made = CountPrinter("row", grouped=of_query_heads(count)).value(bounded)
@@ -122,7 +124,7 @@ def _observed(column: Column, row: TensorPrinter) -> Fragment:
 
 
 def _named(columns: tuple[Column, ...], view: TensorPrinter) -> list[Fragment]:
-    """What columns become; none changes before all are known."""
+    """Print new values of columns; none is assigned before all are computed."""
     new = [fragment(f'    "{column.name}": {{}},', view.body(column.body)) for column in columns]
     return [Fragment("return {"), *new, Fragment("}")] if new else []
 
@@ -138,5 +140,5 @@ def _torch_keep(keep: Keep, slots: TensorPrinter, ends_last: bool) -> Fragment:
         return fragment("keep.where({})", slots.truth(keep.by))
     assert keep.count is not None
     by = [] if keep.by is None else [slots.value(keep.by)]
-    said = ", ends_last=True" if ends_last and keep.scope in ("first", "last") else ""
-    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}}{said})", *by, _IN_KERNEL(keep.count))
+    ends = ", ends_last=True" if ends_last and keep.scope in ("first", "last") else ""
+    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}}{ends})", *by, _IN_KERNEL(keep.count))

@@ -1,4 +1,4 @@
-"""Expressions as torch code: what stands in the functions of `kernels_torch.py` (`kvdsl/lower/torch.py` has these) and in `cache.py`.
+"""Print expressions as torch code, for `kernels_torch.py` (`kvdsl/lower/torch.py`) and `cache.py`.
 
 See `kvdsl.runtime.torch.view` for shapes.
 """
@@ -52,7 +52,7 @@ CAN = Target(
         "text": _MASKED,
     },
 )
-"""What the torch backend reduces: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
+"""The reductions of the torch target: everything that the checker accepts. `kvdsl.runtime.torch.view` has the masked ones."""
 
 
 TORCH, VECTORS = Use("helper", "torch"), Use("helper", "vectors")
@@ -66,7 +66,7 @@ class _TorchPrinter(Printer):
     library = (TORCH,)
 
     def number(self, value: float) -> Fragment:
-        """A literal."""
+        """Print a literal."""
         if math.isinf(value):
             return Fragment("-torch.inf" if value < 0 else "torch.inf", uses=(TORCH,))
         if math.isnan(value):
@@ -74,7 +74,7 @@ class _TorchPrinter(Printer):
         return Fragment(print_number(value))
 
     def of_dtype(self, value: float) -> Fragment:
-        """A literal that has the dtype of values by itself, where no tensor stands beside it: float32."""
+        """Print a literal with the dtype of values, float32, for a place without a tensor next to it."""
         made = self.number(value)
         return made if not made.text.lstrip("-").isdigit() else fragment("{}.0", made)
 
@@ -93,7 +93,7 @@ class _TorchPrinter(Printer):
         return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
 
     def _extreme(self, expr: Call) -> Fragment:
-        """Min and max; against a literal it is a clamp."""
+        """Print min and max; with a literal it is a clamp."""
         left, right = pair(expr)
         if isinstance(left, Number):
             left, right = right, left
@@ -112,7 +112,7 @@ class _TorchPrinter(Printer):
 
 
 class NumberPrinter(_TorchPrinter):
-    """One value per row, or per row and KV head. The arguments say how params, inputs and tensors are spelled where the text goes."""
+    """One value per row, or per row and KV head. The arguments are the spellings of params, inputs and tensors in their context."""
 
     def __init__(self, param: str, inputs: dict[str, str], tensor: str) -> None:
         self._param = param
@@ -137,12 +137,12 @@ class NumberPrinter(_TorchPrinter):
 
 
 class CountPrinter(NumberPrinter):
-    """A count that reads the data, float64 as all counts: what it finds of the slots is a number of each KV head.
+    """A data-dependent count, float64 like all counts, with one number per KV head.
 
     Args:
         view: the `View` of a settle, or of a query that selects.
-        grouped: whether it is found for each query head of a group.
-        agreed: whether a layer's heads agree, so that what is found is averaged over them.
+        grouped: whether each query head of a group has its own count.
+        agreed: whether a layer's heads agree, so that values are averaged over them.
     """
 
     def __init__(self, view: str, *, grouped: bool = False, agreed: bool = False) -> None:
@@ -172,7 +172,7 @@ class CountPrinter(NumberPrinter):
 
 
 class TokenPrinter(_TorchPrinter):
-    """What new tokens have by themselves, read from `NewTokens` called `new`; see `kvdsl.runtime.torch.tokens`."""
+    """Values of new tokens, read from `NewTokens` called `new`; see `kvdsl.runtime.torch.tokens`."""
 
     def of_dtype(self, value: float) -> Fragment:
         return Fragment(f"new.number({print_number(value)})")
@@ -197,8 +197,10 @@ class TokenPrinter(_TorchPrinter):
 class TensorPrinter(_TorchPrinter):
     """Values over queries and slots, read from a `View` called `view`; state columns are locals of their names.
 
-    `grouped` and `dims` tell which axes beyond the four the surroundings have: a body that reads q has the group's, and inside a
-    reduction over dims there are dims. `names` are the locals of reductions over the text.
+    Args:
+        grouped: whether the context has a group axis, as in a body that reads q.
+        dims: whether the context has a dims axis, as inside a reduction over dims.
+        names: locals of reductions over the text.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class TensorPrinter(_TorchPrinter):
         self._names = names
 
     def body(self, expr: Expr) -> Fragment:
-        """What is made of one query: per query head where it reads q, then reduced over the group."""
+        """Print a value of one query. If it reads q it is evaluated per query head and reduced over the group."""
         if not of_query_heads(expr):
             return self.value(expr)
         return fragment(f"{self._view}.over_group({{}})", self._inside(grouped=True).value(expr))
@@ -227,11 +229,11 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f"{self._view}.sqrt({{}})", self.value(expr.args[0]))
 
     def number(self, value: float) -> Fragment:
-        """A literal beside float32 tensors."""
+        """Print a literal next to float32 tensors."""
         return super().number(as_float32(value))
 
     def _of_view(self, member: str, *, grouped: bool = False, dims: bool = False) -> Fragment:
-        """What the view has, with room for the axes that it lacks here, the group's and the dims."""
+        """Print a member of the view, with axes for the group and dims if it lacks them here."""
         room = ".unsqueeze(2)" * (grouped and self._grouped) + ".unsqueeze(-1)" * (dims and self._dims)
         return Fragment(f"{self._view}.{member}{room}")
 
@@ -255,7 +257,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment(made.text, *argument, uses=made.uses)
 
     def _lift(self, made: Fragment) -> Fragment:
-        """Make room for the axes that a value over queries and slots lacks here."""
+        """Add the axes that a value over queries and slots lacks here."""
         return fragment("{}" + (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims else ""), made)
 
     def reduce(self, expr: Reduce) -> Fragment:
@@ -296,7 +298,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
 
     def _over_text(self, expr: Reduce) -> Fragment:
-        """The body is a function of the text's queries, block by block."""
+        """Print the body as a function of the text's queries, evaluated block by block."""
         grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
             ".unsqueeze(-1)" if self._dims and not dims else ""
@@ -309,7 +311,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f'{self._view}.text.over("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
 
     def _over_page(self, expr: Reduce) -> Fragment:
-        """What pages hold has nothing to do with the query: it is found once for the whole group, but for what the prompt's gave."""
+        """Pages do not depend on the query, so they are reduced once per group, except values from the prompt's queries."""
         grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
         inside = self._inside(grouped=grouped, dims=dims)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
@@ -319,7 +321,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f'{self._view}.pages.over("{expr.op}", {{}}{flags}){lifted}', inside.value(expr.body))
 
     def _over_others(self, expr: Reduce) -> Fragment:
-        """Each slot against the others, the same for the whole group: the body is a function of what both have."""
+        """Compare each slot with the others, once per group: the body is a function of both slots' values."""
         dims = Axis.DIM in axes_of(expr.body)
         pairs = _PairPrinter(self._view, dims=dims, names=self._names)
         body = pairs.value(expr.body)
@@ -404,10 +406,10 @@ class TensorPrinter(_TorchPrinter):
 
 
 class _PairPrinter(TensorPrinter):
-    """The body of a reduction over others, of `own` and `other`: what a block of slots has, and what the others have.
+    """The body of a reduction over others, as a function of `own`, a block of slots, and `other`.
 
     Attributes:
-        own, others: what these hold, found once for all slots.
+        own, others: the values in these, computed once for all slots.
         compares_vectors: whether there is a value for every slot, other slot and dim.
     """
 
@@ -443,14 +445,14 @@ class _PairPrinter(TensorPrinter):
 
 
 def _listed(parts: list[Fragment], name: str, part: Fragment) -> Fragment:
-    """A part's place in a list."""
+    """Return a part's place in a list, adding it if it is missing."""
     if part not in parts:
         parts.append(part)
     return Fragment(f"{name}[{parts.index(part)}]")
 
 
 def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:
-    """The vectors of a product of a query's and a slot's, which is one of matrices."""
+    """Return the factors of a product of a query's and a slot's vector, which is a matrix product."""
     body = expr.body
     if expr.op != "sum" or expr.within != "all" or not is_call(body, "*"):
         return None
@@ -461,12 +463,12 @@ def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:
 
 
 def _vectors(expr: Reduce) -> tuple[Use, ...]:
-    """Whether there is a value for every query, slot and dim, which takes many times the memory of one for every query and slot."""
+    """Return `VECTORS` if there is a value for every query, slot and dim, which takes much more memory than one per query and slot."""
     return (VECTORS,) if axes_of(expr.body) == {Axis.QUERY, Axis.SLOT, Axis.DIM} else ()
 
 
 def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
-    """The weights and the vectors of `sum(weight * v over slots)`: a product of matrices, without a value per query, slot and dim."""
+    """Return weights and vectors of `sum(weight * v over slots)`: a matrix product, without a value per query, slot and dim."""
     body = expr.body
     if expr.op != "sum" or expr.over != "slots" or not is_call(body, "*"):
         return None

@@ -1,6 +1,6 @@
-"""The language server: what an editor asks of a .kv file while it is written.
+"""The language server, which answers an editor's requests about .kv files.
 
-A `Document` is a text with the compiler's analysis; each feature is a module with one function from a document (and a
-place in it) to what the protocol wants; `server` connects them to an editor. Works without torch, on texts that have errors, and on
-half-written ones: what cannot be known is left out.
+A `Document` is a text with the compiler's analysis. Each feature is a module with one function from a document (and a place in it) to
+the protocol's result; `server` connects them to an editor. The server needs no torch, and handles texts with errors and unfinished
+ones: it leaves out what it cannot determine.
 """

@@ -1,4 +1,4 @@
-"""What could stand at a place: the grammar says which words, this which names."""
+"""Complete a text: the grammar provides words, this module names."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from kvdsl.tensorfile import AXES
 _Kind = lsp.CompletionItemKind
 Named = TypeVar("Named", syn.Param, syn.Given)
 _FIXED = {"budget", "trigger", "slack", "max_drop", "pages", "layers", "param", "storage", "prefill"}
-"""Statements that hold numbers which are fixed when the prompt is known."""
+"""Statements that hold numbers fixed once the prompt is known."""
 _LOOKS_BACK = {"attn", "logit"}
-"""What is not known before a query attends, so that neither `select` nor `sketch` can read it."""
+"""Inputs unknown before a query attends, which neither `select` nor `sketch` can read."""
 
 
 def completion(document: Document, position: lsp.Position) -> list[lsp.CompletionItem]:
-    """The items; their order is that in which they are likely to be meant."""
+    """Return the items, the likeliest first."""
     offset = document.offset(position)
     here = ahead(document.source, offset)
     if here is None:
@@ -124,7 +124,7 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
 
 
 def _axes_of(first: str, words: list[str]) -> tuple[str, ...]:
-    """Yield the axes that may follow `across` or a number at the end of a statement."""
+    """Return the axes that may follow `across` or a number at the end of a statement."""
     if words[-1] == "across":
         return syn.AXES["across"][0]
     if words[-3:-1] == ["over", "last"]:
@@ -133,7 +133,7 @@ def _axes_of(first: str, words: list[str]) -> tuple[str, ...]:
 
 
 def _of_step(first: str, last: str, document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
-    """What a step of a test names: what is expected, what a token brings, numbers that are none."""
+    """Yield the names in a step of a test: expectations, a token's values, and special numbers."""
     if last == "expect":
         yield from (_item(name, _Kind.Property, doc) for name, doc in (*PLACES.items(), *VALUES.items()))
         yield _item("error", _Kind.Property, STEPS["expect_error"])
@@ -149,7 +149,7 @@ def _item(label: str, kind: lsp.CompletionItemKind, detail: str | None = None) -
 
 
 def _policies(document: Document) -> Iterator[lsp.CompletionItem]:
-    """Policies that are known, and the shipped ones, which an import makes known."""
+    """Yield known policies, and shipped ones with the import that they need."""
     known = list(_known_policies(document))
     yield from known
     syntax = syn.Module(document.source) if document.module is None else document.module.syntax
@@ -173,7 +173,7 @@ def _known_policies(document: Document) -> Iterator[lsp.CompletionItem]:
 
 
 def _of_test(kind: type[Named], document: Document, offset: int) -> Iterator[Named]:
-    """What the policy that the test at an offset uses defines: its params, its given values."""
+    """Yield the params or given values of the policy used by the test at an offset."""
     if document.module is None:
         return
     tests = [test for test in document.module.syntax.tests if test.span.start <= offset]
@@ -184,7 +184,7 @@ def _of_test(kind: type[Named], document: Document, offset: int) -> Iterator[Nam
 
 
 def _defined(kind: type[Named], policy: syn.Policy, module: Module) -> Iterable[Named]:
-    """A policy's params, or given values, as it has them: what it overrides is not what it inherits."""
+    """Return a policy's params or given values; overrides replace inherited ones."""
     found: dict[str, Named] = {}
     for one, _ in ancestry(policy, module):
         for statement in one.statements:
@@ -194,7 +194,7 @@ def _defined(kind: type[Named], policy: syn.Policy, module: Module) -> Iterable[
 
 
 def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionItem]:
-    """What an expression of a statement can read: the policy's own names, then inputs and functions."""
+    """Yield what an expression of a statement can read: the policy's own names, then inputs and functions."""
     first = words[0]
     if first == "given" or (first == "let" and "=" not in words):
         return
@@ -232,7 +232,7 @@ def _let(let: syn.Let) -> lsp.CompletionItem:
 
 
 def _paths(document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
-    """The .kv files beside this one, in the string of an import; those of tensors, in that of a `tensor`."""
+    """Yield .kv files for the string of an import, and tensors' files for that of a `tensor`."""
     line = document.text[document.text.rfind("\n", 0, offset) + 1 : offset]
     path = document.source.path
     kind = {"import": "kv", "tensor": "safetensors"}.get((line.lstrip().removeprefix("override ").split() or [""])[0])

@@ -1,4 +1,4 @@
-"""What is wrong with a text, as editors show it, and the edits that mend it and lay it out."""
+"""Diagnostics for editors, the edits that fix them, and formatting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SEVERITIES = {"error": lsp.DiagnosticSeverity.Error, "warning": lsp.DiagnosticS
 
 
 def diagnostics(document: Document) -> list[lsp.Diagnostic]:
-    """All of them. What is wrong in another file is shown where the text imports it."""
+    """Return all diagnostics. Those of other files are shown at the import."""
     return [shown(document, found) for found in document.diagnostics]
 
 
 def shown(document: Document, found: Diagnostic) -> lsp.Diagnostic:
-    """One, with how to mend it in a line of its own."""
+    """Return a diagnostic with its help on a separate line."""
     here = found.span.file is document.source
     message = found.message if here else f"{found.file}: {found.message}"
     if found.help:
@@ -58,7 +58,7 @@ def _range(document: Document, found: Diagnostic, here: bool) -> lsp.Range:
 
 
 def fixes(document: Document, range: lsp.Range, texts: Mapping[Path, str] = NO_TEXTS) -> list[lsp.CodeAction]:
-    """Return the edits that fix findings in a range, the surest first."""
+    """Return the edits that fix findings in a range, the most certain first."""
     start, end = document.offset(range.start), document.offset(range.end)
     found = [one for one in document.diagnostics if one.span.file is document.source]
     return [
@@ -86,7 +86,7 @@ def _actions(document: Document, found: Diagnostic, texts: Mapping[Path, str]) -
 
 
 def formatting(document: Document) -> list[lsp.TextEdit]:
-    """What `kvdsl fmt` would change; nothing where there are syntax errors."""
+    """Return the edits of `kvdsl fmt`; none after syntax errors."""
     after = format_source(document.source, Sink())
     if after is None:
         return []
@@ -100,6 +100,6 @@ def formatting(document: Document) -> list[lsp.TextEdit]:
 
 
 def _lines(text: str) -> list[str]:
-    """With their ends; `str.splitlines` knows other ends than the language does."""
+    """Split into lines with their ends; `str.splitlines` knows more line ends than the language."""
     *lines, last = text.split("\n")
     return [*(f"{line}\n" for line in lines), *([last] if last else [])]

@@ -1,4 +1,4 @@
-"""A text that is open in an editor, with the compiler's analysis."""
+"""A text open in an editor, with the compiler's analysis."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvdsl.syntax.reader import normalized
 
 @dataclass
 class Document:
-    """A text and what it means.
+    """A text and its analysis.
 
     Attributes:
-        source: the text with plain line ends; offsets are in it.
-        module: what stands in it and in what it imports; None if it is no text of a policy's size.
-        checker: what names mean in its policy, also where the policy has errors; None if there is no policy in it.
-        policy: None if there are errors.
+        source: the text with `\\n` line ends, which offsets count in.
+        module: the text's syntax and imports; None if the text is too large for a policy.
+        checker: resolves names in the policy, even after errors; None without a policy.
+        policy: None after errors.
     """
 
     uri: str
@@ -56,7 +56,7 @@ class Document:
 
     @property
     def tokens(self) -> list[Token]:
-        """Its tokens; keywords have types of their own."""
+        """The tokens; keywords have their own types."""
         return self._tokens[0]
 
     @property
@@ -66,30 +66,30 @@ class Document:
 
     @cached_property
     def lets(self) -> Mapping[str, syn.Let]:
-        """The lets and functions that it can read, by name."""
+        """The lets and functions that the text can read, by name."""
         return {} if self.module is None else visible_lets(self.module)
 
     @cached_property
     def names(self) -> Names:
-        """Which names stand where, and what they mean."""
+        """The names in the text, with their definitions."""
         return Names(()) if self.module is None else collect(self.module)
 
     @cached_property
     def facts(self) -> Facts | None:
-        """The facts that `kvdsl explain` prints about its policy."""
+        """The facts that `kvdsl explain` shows."""
         return None if self.policy is None else facts(self.policy)
 
     def offset(self, position: lsp.Position) -> int:
-        """Where a position of the client's lies in the text."""
+        """Return the offset of a client's position."""
         return self.positions.offset(position)
 
     def token_at(self, offset: int) -> Token | None:
-        """The token that an offset lies in or right behind; of two that touch, the one that is a word."""
+        """Return the token at or right before an offset; of two adjacent ones, the word."""
         found = [token for token in self.tokens if (token.start_pos or 0) <= offset <= (token.end_pos or 0)]
         return max(found, key=lambda token: (str(token)[:1].isidentifier(), token.start_pos or 0), default=None)
 
     def location(self, file: SourceFile, start: int, end: int) -> lsp.Location | None:
-        """A place in this or in another file; None of a text that lies in no file."""
+        """Return a location in this or another file; None for a text without a file."""
         if file.path is None:
             return None
         same = file is self.source or file.path == self.source.path
@@ -101,7 +101,7 @@ def read_document(uri: str, text: str, encoding: str, texts: Mapping[Path, str] 
     """Read, parse and check a text.
 
     Args:
-        texts: what is open in the editor, by resolved path: imports read that rather than what is on the disk.
+        texts: texts open in the editor, by resolved path; imports read these instead of files.
     """
     path = path_of(uri)
     given = SourceFile(uri if path is None else str(path), text, path)
@@ -131,5 +131,5 @@ def path_of(uri: str) -> Path | None:
 
 
 def uri_of(path: Path) -> str:
-    """The URI of a file."""
+    """Return the URI of a file."""
     return from_fs_path(str(path.resolve())) or path.resolve().as_uri()

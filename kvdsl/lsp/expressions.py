@@ -1,4 +1,4 @@
-"""The expressions of a text: which one stands at a place, and what it is: its axes, its state, its number."""
+"""The expressions of a text: the one at a place, and its axes, state and value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NODES = (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)
 
 @dataclass(frozen=True)
 class Placed:
-    """An expression, and what names mean in it besides those of the policy: the parameters of the function that it stands in."""
+    """An expression, and the parameters of the function around it."""
 
     node: syn.Expr
     local: tuple[str, ...] = ()
 
 
 def statements(document: Document) -> list[syn.Statement]:
-    """Lets of the file, and what its policies say."""
+    """Return the statements of the file's lets and policies."""
     if document.module is None:
         return []
     syntax = document.module.syntax
@@ -36,7 +36,7 @@ def statements(document: Document) -> list[syn.Statement]:
 
 
 def roots(document: Document) -> Iterator[Placed]:
-    """The expressions of all statements, each as a whole."""
+    """Yield the whole expression of each statement."""
     for statement in statements(document):
         names: tuple[str, ...] = ()
         if isinstance(statement, syn.Let):
@@ -53,7 +53,7 @@ def _below(node: object, local: tuple[str, ...]) -> Iterator[Placed]:
 
 
 def expression_at(document: Document, offset: int) -> Placed | None:
-    """The smallest expression that an offset lies in, of several parts where it lies on an operator or a function's name."""
+    """Return the smallest expression at an offset; on an operator or function name, the whole operation."""
     for root in roots(document):
         if root.node.span.start <= offset <= root.node.span.end:
             node = root.node
@@ -75,7 +75,7 @@ def _inner(node: syn.Expr, offset: int) -> syn.Expr | None:
 
 
 def value(document: Document, placed: Placed) -> Value | None:
-    """What the checker makes of an expression; None where it has an error, or depends on a function's argument."""
+    """Return the checked expression; None after errors, and if it depends on a function's argument."""
     if document.checker is None or document.module is None:
         return None
     unknown: dict[str, Definition] = {name: Bound(None) for name in placed.local}
@@ -84,12 +84,12 @@ def value(document: Document, placed: Placed) -> Value | None:
 
 
 def axes_in_words(axes: frozenset[Axis]) -> str:
-    """`query × slot`; a number has none."""
+    """Print axes, such as `query × slot`, or `a number`."""
     return " × ".join(axis.value for axis in Axis if axis in axes) or "a number"
 
 
 def state(document: Document, found: Value) -> tuple[State, ...]:
-    """The state columns that an expression needs, if it ranks tokens."""
+    """Return the state columns that an expression needs if it ranks tokens."""
     if found.axes != frozenset({Axis.SLOT}):
         return ()
     params = () if document.policy is None else document.policy.params
@@ -98,5 +98,5 @@ def state(document: Document, found: Value) -> tuple[State, ...]:
 
 
 def number(document: Document, found: Value) -> float | None:
-    """Its value with the params at their defaults, where that is known without a prompt."""
+    """Return the value with params at their defaults; None if it depends on a prompt."""
     return value_of(found.expr, {} if document.facts is None else document.facts.values)

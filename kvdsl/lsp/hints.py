@@ -1,4 +1,4 @@
-"""What an editor shows beside the text: axes of lets, bytes a token, and what can be done with a policy."""
+"""Inlay hints and code lenses: axes of lets, bytes per token, and commands for a policy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvdsl.lsp.expressions import Placed, axes_in_words, statements, value
 from kvdsl.syntax import nodes as syn
 
 COMMANDS = {"explain": "kvdsl.explain", "test": "kvdsl.test", "compile": "kvdsl.compile"}
-"""What a click on a policy does: its title, and the name of the command, which takes the document's URI."""
+"""The commands offered on a policy: title and name; they take the document's URI."""
 
 
 def inlay_hints(document: Document, range: lsp.Range) -> list[lsp.InlayHint]:
-    """Behind each let the axes of what it stands for; behind a policy's name what a token costs."""
+    """Return the axes after each let, and the bytes per token after a policy's name."""
     found = [*_axes(document), *_bytes(document)]
     return [hint for hint in found if range.start.line <= hint.position.line <= range.end.line]
 
@@ -46,7 +46,7 @@ def _hint(document: Document, offset: int, label: str) -> lsp.InlayHint:
 
 
 def lenses(document: Document) -> list[lsp.CodeLens]:
-    """Over a policy: explain it, test it, compile it; over tests: run them."""
+    """Return lenses over a policy to explain, test and compile it, and over tests to run them."""
     if document.module is None:
         return []
     syntax = document.module.syntax

@@ -1,4 +1,4 @@
-"""What stands at a place, explained: a word of the language, a name with its number, an expression with its axes and its state."""
+"""Explain the text at a place: a keyword, a name with its value, or an expression with its axes and state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvdsl.syntax import nodes as syn
 
 
 def hover(document: Document, position: lsp.Position) -> lsp.Hover | None:
-    """The explanation, as Markdown; None where there is nothing to explain."""
+    """Return the explanation as Markdown; None if there is none."""
     offset = document.offset(position)
     token = document.token_at(offset)
     if token is None:
@@ -39,13 +39,13 @@ def hover(document: Document, position: lsp.Position) -> lsp.Hover | None:
 
 
 def _word(document: Document, word: str, offset: int) -> Iterator[str]:
-    """A keyword: the statement that it belongs to."""
+    """Explain a keyword by its statement."""
     if word in _SINGLE:
         yield _SINGLE[word]
         return
     if f"over {word}" in RANGES.values():
         takers = ", ".join(f"`{name}`" for name, row in REDUCTIONS.items() if word in row.over)
-        yield f"`over {word}`: what a reduction ranges over; with {takers}"
+        yield f"`over {word}`: the range of a reduction; with {takers}"
         return
     found = statement_at(document, offset)
     if found is not None:
@@ -55,19 +55,19 @@ def _word(document: Document, word: str, offset: int) -> Iterator[str]:
 
 
 _SINGLE = {
-    "over": "`over`: what a reduction ranges over: " + ", ".join(f"`{text}`" for text in RANGES.values()),
-    "and": "`and`: whether both conditions hold",
-    "or": "`or`: whether one of the conditions holds, or both",
-    "not": "`not`: whether the condition does not hold",
+    "over": "`over`: the range of a reduction: " + ", ".join(f"`{text}`" for text in RANGES.values()),
+    "and": "`and`: both conditions hold",
+    "or": "`or`: at least one of the conditions holds",
+    "not": "`not`: the condition does not hold",
     "override": "`override`: changes a statement of the extended policy",
-    "extends": "`extends`: takes over the statements of another policy, which an import makes known",
-    "with": "`with`: statements, each in the place of what it names in the policy before it, which an import makes known",
-    "nan": "`nan`: no number",
+    "extends": "`extends`: inherits the statements of another policy, which must be imported",
+    "with": "`with`: statements that replace those of the policy before it, which must be imported",
+    "nan": "`nan`: not a number",
     "inf": "`inf`: larger than every number",
-    "rest": "`rest`: for every token that the row does not name",
+    "rest": "`rest`: for every other token of the row",
     "nothing": "`nothing`: no position",
 }
-"""Words that belong to no statement in particular."""
+"""Words that belong to several statements."""
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ def _name(document: Document, name: Name) -> Iterator[str]:
 def _param(document: Document, param: syn.Param) -> Iterator[str]:
     known = None if document.facts is None else document.facts.values.get(param.name.text)
     if known is not None and not isinstance(param.value, syn.Constant):
-        yield f"by default {print_number(known)}"
+        yield f"default {print_number(known)}"
     if param.name.text == "budget":
-        yield "of `budget` a whole number of tokens, or a ratio of the prompt: `0.25` is a quarter of it"
+        yield "a whole number of tokens, or a ratio of the prompt: `0.25` is a quarter of it"
 
 
 def _tensor(_: Document, tensor: syn.Tensor) -> Iterator[str]:
@@ -105,13 +105,13 @@ def _tensor(_: Document, tensor: syn.Tensor) -> Iterator[str]:
 
 def _given(_: Document, given: syn.Given) -> Iterator[str]:
     if given.source is None:
-        yield "one number per slot and KV head, which the caller gives when the token comes in"
+        yield "one number per slot and KV head, which the caller passes with the token"
     else:
         yield "whether a token lies in this span of the text, which the caller marks"
 
 
 _DEFINED: Mapping[str, Callable[[Document, Any], Iterator[str]]] = {"param": _param, "tensor": _tensor, "given": _given}
-"""What is said of a name behind its definition, by its kind."""
+"""The text after a name's definition, by its kind."""
 
 
 def _built_in(name: str) -> Iterator[str]:
@@ -147,11 +147,11 @@ def _expression(document: Document, placed: Placed) -> Iterator[str]:
     found = value(document, placed)
     if found is None:
         return
-    said = axes_in_words(found.axes) + (", a condition" if found.condition else "")
+    text = axes_in_words(found.axes) + (", a condition" if found.condition else "")
     known = number(document, found) if not isinstance(placed.node, syn.Name) else None
     if known is not None:
-        said = print_number(known)
-    yield f"`{placed.node.span.quoted()}` · {said}"
+        text = print_number(known)
+    yield f"`{placed.node.span.quoted()}` · {text}"
     columns = state(document, found)
     for column in columns:
         size = "" if column.bytes_per_slot is None else f", {column.bytes_per_slot} bytes a slot"
@@ -159,7 +159,7 @@ def _expression(document: Document, placed: Placed) -> Iterator[str]:
 
 
 def statement_at(document: Document, offset: int) -> tuple[str, str] | None:
-    """The rule of the grammar, and what it means; of what lies in each other, the innermost."""
+    """Return the innermost rule of the grammar at an offset, and its meaning."""
     if document.module is None:
         return None
     found = [(span, rule) for span, rule in _all(document.module.syntax) if span.start <= offset <= span.end]

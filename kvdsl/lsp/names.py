@@ -1,4 +1,4 @@
-"""Which names stand where in a file, and where what they mean is defined. Broken statements have none."""
+"""The names in a file, and their definitions. Broken statements have none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Kind = Literal["param", "tensor", "given", "let", "function", "argument", "polic
 
 @dataclass(frozen=True)
 class Name:
-    """A name where it stands.
+    """An occurrence of a name.
 
     Attributes:
-        target: the name where it is defined, perhaps in another file; None of what is built in.
-        defines: whether the name stands in its definition, or in a redefinition.
-        statement: the definition of a param, a tensor, a given value, a let or a function.
+        target: the name in its definition, possibly in another file; None for built-in names.
+        defines: whether this is its definition, or an override.
+        statement: the definition of a param, tensor, given value, let or function.
     """
 
     span: Span
@@ -34,7 +34,7 @@ class Name:
 
     @property
     def text(self) -> str:
-        """How it is spelled."""
+        """The name's text."""
         return self.span.text
 
 
@@ -42,30 +42,30 @@ _KINDS: Mapping[type, Kind] = {syn.Param: "param", syn.Tensor: "tensor", syn.Giv
 
 
 def _named(span: Span, statement: syn.Named, target: Span | None = None) -> Name:
-    """What a statement defines, where its name stands; with a target, where it is defined, or redefined."""
+    """Return the name defined by a statement; `target` is the original definition of an override."""
     kind = "let" if isinstance(statement, syn.Let) and statement.parameters is None else _KINDS[type(statement)]
     return Name(span, kind, target or statement.name.span, defines=target is not None, statement=statement)
 
 
 @dataclass(frozen=True)
 class Names:
-    """All names of a file, in the order of the text."""
+    """All names of a file, in order."""
 
     all: tuple[Name, ...]
 
     @cached_property
     def by_start(self) -> Mapping[int, Name]:
-        """By the place where they begin."""
+        """The names by start offset."""
         return {name.span.start: name for name in self.all}
 
     def at(self, offset: int) -> Name | None:
-        """The name that an offset lies in or right behind."""
+        """Return the name at or right before an offset."""
         found = [name for name in self.all if name.span.start <= offset <= name.span.end]
         return found[-1] if found else None
 
 
 def same_place(a: Span | None, b: Span | None) -> bool:
-    """Whether two spans are the same place, perhaps of two readings of one file."""
+    """Return whether two spans are the same place, possibly in two readings of a file."""
     if a is None or b is None or a.start != b.start:
         return False
     return a.file is b.file or (a.file.path is not None and b.file.path is not None and _same_file(a, b))
@@ -78,7 +78,7 @@ def _same_file(a: Span, b: Span) -> bool:
 
 
 def ancestry(policy: syn.Policy, module: Module) -> list[tuple[syn.Policy, Module]]:
-    """Return the policy, the one that it extends, and so on, while they are found."""
+    """Return the policy, its parent, and so on, up to the first that is not found."""
     line = [(policy, module)]
     while (parent := line[-1][0].parent) is not None:
         found = next((pair for pair in line[-1][1].policies() if pair[0].name.text == parent.text), None)
@@ -89,7 +89,7 @@ def ancestry(policy: syn.Policy, module: Module) -> list[tuple[syn.Policy, Modul
 
 
 def visible_lets(module: Module) -> dict[str, syn.Let]:
-    """The lets and functions that a file's policy can read: the prelude's, imported and own ones, and the policy's."""
+    """Return the lets and functions that a file's policy can read: the prelude's, imported ones, the file's and the policy's."""
     found = {let.name.text: let for let in prelude_syntax().lets}
     found |= {let.name.text: let for let, _ in reversed(list(module.lets()))}
     for policy in module.syntax.policies[:1]:
@@ -99,7 +99,7 @@ def visible_lets(module: Module) -> dict[str, syn.Let]:
 
 
 def collect(module: Module) -> Names:
-    """The names of a file."""
+    """Return the names of a file."""
     found = sorted(_Collector(module).run(), key=lambda name: (name.span.start, name.span.end))
     return Names(tuple(found))
 
@@ -145,7 +145,7 @@ class _Collector:
         return Name(word.span, "policy", None if found is None else found.name.span)
 
     def _defined(self, line: list[tuple[syn.Policy, Module]]) -> dict[str, syn.Named]:
-        """The params, tensors, given values and lets of a policy; of one that is overridden, the first definition."""
+        """Return the params, tensors, given values and lets of a policy; for overrides, the first definition."""
         found: dict[str, syn.Named] = {}
         for policy, _ in reversed(line):
             for statement in policy.statements:
@@ -234,7 +234,7 @@ class _Collector:
                 yield from self._brought(step, known)
 
     def _brought(self, step: syn.Prompt | syn.Incoming, known: Mapping[str, syn.Named]) -> Iterator[Name]:
-        """The given values that tokens of a test bring."""
+        """Yield the given values of a test's tokens."""
         for token in step.tokens:
             for word in (one.name for one in token.brought if one.name is not None):
                 given = known.get(word.text)

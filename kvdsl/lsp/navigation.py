@@ -1,4 +1,4 @@
-"""From a name to where it is defined, to where it stands, and to another name."""
+"""Go to definition, find references, and rename."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvdsl.source import Span
 
 
 class RenameError(KvdslError):
-    """A name that cannot be changed, or not into that."""
+    """The name cannot be changed, or not to this one."""
 
 
 def definition(document: Document, position: lsp.Position) -> lsp.Location | None:
-    """Where the name at a place is defined; of what is overridden, where it was defined first."""
+    """Return where the name at a place is defined; for overrides, the first definition."""
     name = document.names.at(document.offset(position))
     if name is None or name.target is None:
         return None
@@ -31,7 +31,7 @@ def definition(document: Document, position: lsp.Position) -> lsp.Location | Non
 
 
 def spelled(document: Document, position: lsp.Position) -> str:
-    """How the name at a place is spelled, wherever it stands; empty where there is none."""
+    """Return the text of the name at a place; empty if there is none."""
     name = document.names.at(document.offset(position))
     return "" if name is None else name.text
 
@@ -39,10 +39,10 @@ def spelled(document: Document, position: lsp.Position) -> str:
 def references(
     document: Document, position: lsp.Position, others: Iterable[Document], *, declared: bool = True
 ) -> list[lsp.Location]:
-    """Where the name at a place stands, in this and in other texts.
+    """Return the occurrences of the name at a place, in this and other texts.
 
     Args:
-        declared: whether where it is defined counts.
+        declared: whether to include the definition.
     """
     name = document.names.at(document.offset(position))
     if name is None or name.target is None:
@@ -55,7 +55,7 @@ def references(
 
 
 def highlights(document: Document, position: lsp.Position) -> list[lsp.DocumentHighlight]:
-    """Where the name at a place stands in this text."""
+    """Return the occurrences of the name at a place in this text."""
     name = document.names.at(document.offset(position))
     if name is None:
         return []
@@ -82,10 +82,10 @@ def _standing(name: Name, documents: Iterable[Document]) -> Iterable[tuple[Docum
 
 
 def renamable(document: Document, position: lsp.Position) -> Name:
-    """The name at a place, if it can be changed.
+    """Return the name at a place, if it can be changed.
 
     Raises:
-        RenameError: why not.
+        RenameError: with the reason.
     """
     name = document.names.at(document.offset(position))
     if name is None:
@@ -93,11 +93,11 @@ def renamable(document: Document, position: lsp.Position) -> Name:
     if name.target is None or name.kind in ("input", "built-in"):
         raise RenameError(f"`{name.text}` is built in")
     if name.kind == "file":
-        raise RenameError("a file is renamed where files are")
+        raise RenameError("rename the file itself instead")
     if name.kind == "tensor":
-        raise RenameError(f"`{name.text}` is the name that the tensor has in its file")
+        raise RenameError(f"`{name.text}` is the tensor's name in its file")
     if name.text == "budget":
-        raise RenameError("`budget` is what every cache calls it")
+        raise RenameError("`budget` is part of every cache's interface")
     if _is_shipped(name.target):
         raise RenameError(f"`{name.text}` is defined in `{name.target.file.name}`, which comes with kvdsl")
     return name
@@ -106,10 +106,10 @@ def renamable(document: Document, position: lsp.Position) -> Name:
 def rename(
     document: Document, position: lsp.Position, to: str, others: Iterable[Document], texts: Mapping[Path, str] = NO_TEXTS
 ) -> lsp.WorkspaceEdit:
-    """The edits that give a name another spelling wherever it stands.
+    """Return the edits that rename a name everywhere.
 
     Raises:
-        RenameError: if that is no name, is taken, or if something is wrong in the text so that names may be missed.
+        RenameError: if the new name is invalid or taken, or if errors in a text could hide occurrences.
     """
     name = renamable(document, position)
     _check(name, to)
@@ -123,7 +123,7 @@ def rename(
         )
     for one, _ in places.values():
         if any(wrong.code.startswith("KV01") and wrong.severity == "error" for wrong in one.diagnostics):
-            raise RenameError(f"`{one.source.name}` has syntax errors, so that places would be missed: mend them first")
+            raise RenameError(f"`{one.source.name}` has syntax errors, so occurrences could be missed: fix them first")
     _try(list(places.values()), to, texts)
     changes = {uri: [lsp.TextEdit(one.positions.of(found.span), to) for found in own] for uri, (one, own) in places.items()}
     return lsp.WorkspaceEdit(changes=changes)
@@ -141,7 +141,7 @@ def _check(name: Name, to: str) -> None:
 
 
 def _try(places: list[tuple[Document, list[Name]]], to: str, texts: Mapping[Path, str]) -> None:
-    """Raises if a text then has an error that it has not now, as where the name is taken, or if a name then means something else."""
+    """Raise if a text would have a new error, as for a name that is taken, or if another name would change its meaning."""
     changed = [(one, *_renamed(one, own, to)) for one, own in places]
     there = {**texts, **{one.source.path.resolve(): text for one, text, _ in changed if one.source.path is not None}}
     for one, text, starts in changed:
@@ -154,11 +154,11 @@ def _try(places: list[tuple[Document, list[Name]]], to: str, texts: Mapping[Path
         here = [found for found in then.names.all if found.span.start in starts]
         same = {found.span.start for found in then.names.all if here and same_place(found.target, here[0].target)}
         if same != starts:
-            raise RenameError(f"`{to}` is the name of something else in `{one.source.name}`, which would be taken for this")
+            raise RenameError(f"`{to}` already means something else in `{one.source.name}`")
 
 
 def _renamed(document: Document, own: list[Name], to: str) -> tuple[str, set[int]]:
-    """The text with another name at these places, and where they begin then."""
+    """Return the text after renaming, and the offsets of the occurrences in it."""
     text, starts, moved = document.text, set(), 0
     for span in sorted((found.span for found in own), key=lambda span: span.start):
         start = span.start + moved

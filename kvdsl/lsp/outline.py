@@ -1,4 +1,4 @@
-"""What is in a text, as an outline, and what can be folded."""
+"""The outline of a text, and its foldable ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Kind = lsp.SymbolKind
 
 
 def symbols(document: Document) -> list[lsp.DocumentSymbol]:
-    """Policies with their statements, lets, and tests."""
+    """Return policies with their statements, lets, and tests."""
     if document.module is None:
         return []
     syntax = document.module.syntax
@@ -71,7 +71,7 @@ def _symbol(document: Document, name: str, kind: lsp.SymbolKind, whole: Span, na
 
 
 def foldings(document: Document) -> list[lsp.FoldingRange]:
-    """Blocks, docstrings, and comments of several lines."""
+    """Return blocks, docstrings, and comments of several lines."""
     return [*_blocks(document), *_comments(document)]
 
 

@@ -1,4 +1,4 @@
-"""Places in a text: characters counted from 0 here, lines and columns in the client's units there."""
+"""Convert between offsets in a text, from 0, and the client's lines and columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CODECS = {"utf-8": "utf-8", "utf-16": "utf-16-le", "utf-32": None}
 
 
 class Positions:
-    """Both ways between them, for one text with plain line ends.
+    """Conversions for one text with `\\n` line ends.
 
     Args:
-        encoding: the units that client and server have agreed on: utf-8, utf-16 or utf-32.
+        encoding: the agreed unit of columns: utf-8, utf-16 or utf-32.
     """
 
     def __init__(self, text: str, encoding: str = "utf-16") -> None:
@@ -24,12 +24,12 @@ class Positions:
         self.starts = [0, *(at + 1 for at, char in enumerate(text) if char == "\n")]
 
     def position(self, offset: int) -> lsp.Position:
-        """Of a character."""
+        """Return the position of a character."""
         line = bisect_right(self.starts, offset) - 1
         return lsp.Position(line, self.units(self.text[self.starts[line] : offset]))
 
     def offset(self, position: lsp.Position) -> int:
-        """Of the character at a position, or of the nearest one where there is none."""
+        """Return the offset at a position, or the nearest one."""
         if position.line >= len(self.starts):
             return len(self.text)
         start = self.starts[position.line]
@@ -42,19 +42,19 @@ class Positions:
         return end
 
     def range(self, start: int, end: int) -> lsp.Range:
-        """Of the characters from `start` up to `end`."""
+        """Return the range of characters from `start` to `end`."""
         return lsp.Range(self.position(start), self.position(end))
 
     def of(self, span: Span) -> lsp.Range:
-        """Of a place in this text."""
+        """Return the range of a span in this text."""
         return self.range(span.start, span.end)
 
     def units(self, text: str) -> int:
-        """How long a text is for the client."""
+        """Return a text's length in the client's units."""
         if self.codec is None:
             return len(text)
         return len(text.encode(self.codec, "surrogatepass")) // (2 if self.codec == "utf-16-le" else 1)
 
     def whole(self) -> lsp.Range:
-        """The whole text."""
+        """The range of the whole text."""
         return self.range(0, len(self.text))

@@ -1,4 +1,4 @@
-"""The server: what the protocol asks, answered by the modules beside this one. Stands on pygls."""
+"""The server: maps requests of the protocol to this package's modules. Uses pygls."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvdsl.lsp.workspace import Workspace
 
 
 class Server(LanguageServer):
-    """A server and the texts that its client has open. Texts are small, so that each change sends the whole."""
+    """A server with its client's open texts. Texts are small, so each change sends the whole text."""
 
     def __init__(self) -> None:
         super().__init__("kvdsl", VERSION, text_document_sync_kind=lsp.TextDocumentSyncKind.Full)
         self.texts = Workspace()
-        self.dismissed = False  # whether the client has asked it to end
+        self.dismissed = False  # whether the client has requested a shutdown
 
     def document(self, params: object) -> Document:
-        """The text that a request is about."""
+        """Return the text of a request."""
         return self.texts.document(params.text_document.uri)  # type: ignore[attr-defined]
 
     def look_at_folders(self) -> None:
@@ -42,22 +42,22 @@ class Server(LanguageServer):
         self.texts.folders = [path for path in paths if path is not None]
 
     def watch(self) -> None:
-        """Ask to be told of files that change on the disk, of a client that can."""
+        """Register for changes of files on disk, if the client supports it."""
         asked = self.client_capabilities.workspace and self.client_capabilities.workspace.did_change_watched_files
         if asked and asked.dynamic_registration:
             watched = lsp.DidChangeWatchedFilesRegistrationOptions([lsp.FileSystemWatcher("**/*.kv")])
             one = lsp.Registration("kvdsl-files", lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES, watched)
             self.client_register_capability(lsp.RegistrationParams([one]))
 
-    def tell(self, uris: list[str]) -> None:
-        """Sends what is wrong with these texts."""
+    def publish(self, uris: list[str]) -> None:
+        """Send the diagnostics of these texts."""
         for uri in uris:
             found = diagnostics(self.texts.document(uri))
             self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found))
 
 
 def make_server() -> Server:
-    """A server that waits to be started, `start_io()` on standard input and output."""
+    """Return a server; `start_io()` runs it on standard input and output."""
     server = Server()
     for add in (_texts, _questions, _names, _commands):
         add(server)
@@ -84,21 +84,21 @@ def _texts(server: Server) -> None:
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
     def opened(ls: Server, params: lsp.DidOpenTextDocumentParams) -> None:
-        ls.tell(ls.texts.put(params.text_document.uri, params.text_document.text))
+        ls.publish(ls.texts.put(params.text_document.uri, params.text_document.text))
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def changed(ls: Server, params: lsp.DidChangeTextDocumentParams) -> None:
-        ls.tell(ls.texts.put(params.text_document.uri, params.content_changes[-1].text))
+        ls.publish(ls.texts.put(params.text_document.uri, params.content_changes[-1].text))
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)
     def closed(ls: Server, params: lsp.DidCloseTextDocumentParams) -> None:
         uri = params.text_document.uri
-        ls.tell(ls.texts.close(uri))
+        ls.publish(ls.texts.close(uri))
         ls.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
 
     @server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)
     def touched(ls: Server, params: lsp.DidChangeWatchedFilesParams) -> None:
-        ls.tell([uri for change in params.changes for uri in ls.texts.touched(change.uri)])
+        ls.publish([uri for change in params.changes for uri in ls.texts.touched(change.uri)])
 
 
 # -- questions about a place or a text ---------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _commands(server: Server) -> None:
 def _command(server: Server, title: str, name: str) -> None:
     @server.command(name)
     async def runs(ls: Server, uri: str) -> str:
-        """Runs `kvdsl TITLE FILE` on the file as it is saved, shows what it says, and gives it to who asked."""
+        """Run `kvdsl TITLE FILE` on the saved file, show its output, and return it."""
         path = path_of(uri)
         if path is None or not path.is_file():
             said = "save the text first"
@@ -196,7 +196,7 @@ def _command(server: Server, title: str, name: str) -> None:
 
 
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from kvdsl.cli import main; sys.exit(main())"
-"""`python -m kvdsl`, to which modules that happen to lie beside the policy are not Python's own."""
+"""`python -m kvdsl`, without the current folder on the import path: modules next to a policy must not replace Python's."""
 
 
 async def _kvdsl(title: str, path: Path) -> str:

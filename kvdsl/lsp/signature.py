@@ -1,4 +1,4 @@
-"""What the function takes between whose parentheses a place lies."""
+"""Signature help: the parameters of the call at a place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvdsl.syntax import nodes as syn
 
 
 def signature(document: Document, position: lsp.Position) -> lsp.SignatureHelp | None:
-    """The function's signature, and which argument is being written."""
+    """Return the function's signature, and the argument being written."""
     found = _call(document, document.offset(position))
     if found is None:
         return None
@@ -29,7 +29,7 @@ def signature(document: Document, position: lsp.Position) -> lsp.SignatureHelp |
 
 
 def _call(document: Document, offset: int) -> tuple[str, int] | None:
-    """The innermost call that is open at an offset, and the number of its argument there."""
+    """Return the innermost open call at an offset, and the index of its argument there."""
     open_calls: list[list[int | str]] = []
     before: Token | None = None
     for token in document.tokens:
@@ -51,7 +51,7 @@ def _call(document: Document, offset: int) -> tuple[str, int] | None:
 
 
 def _known(document: Document, name: str, argument: int) -> tuple[tuple[str, ...], str | None] | None:
-    """A function's parameters and what it is, if there is one of that name."""
+    """Return a function's parameters and meaning, if there is one of that name."""
     let = _function(document, name)
     if let is not None:
         shown = tuple(one.span.quoted() for one in let.parameters or ())
@@ -62,6 +62,6 @@ def _known(document: Document, name: str, argument: int) -> tuple[tuple[str, ...
 
 
 def _function(document: Document, name: str) -> syn.Let | None:
-    """The function of that name which the text can call."""
+    """Return the text's function of that name, if it can be called."""
     found = document.lets.get(name)
     return found if found is not None and found.parameters is not None else None

@@ -1,4 +1,4 @@
-"""What kind of thing each word of a text is, for colours that know more than a pattern can."""
+"""Semantic tokens: the kind of each word, for more exact colours than patterns give."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LITERALS = {"STRING": _Type.String, "NUMBER": _Type.Number}
 
 
 def semantic_tokens(document: Document) -> lsp.SemanticTokens:
-    """All tokens, as the protocol packs them: five numbers each, places relative to the token before."""
+    """Return all tokens as the protocol encodes them: five numbers each, with positions relative to the previous token."""
     data: list[int] = []
     line = column = 0
     for start, end, kind, modifiers in _on_lines(document):
@@ -40,7 +40,7 @@ def semantic_tokens(document: Document) -> lsp.SemanticTokens:
 
 
 def _on_lines(document: Document) -> Iterator[tuple[int, int, lsp.SemanticTokenTypes, int]]:
-    """Each token, those of several lines a line at a time: many clients take no others."""
+    """Yield each token, split into lines, because many clients support no multi-line tokens."""
     for token in sorted([*document.tokens, *document.comments], key=lambda one: one.start_pos or 0):
         name = document.names.by_start.get(token.start_pos or 0)
         kind = _kind(token, name)

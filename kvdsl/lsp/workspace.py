@@ -1,4 +1,4 @@
-"""The texts that are open, and the files of the folders around them."""
+"""The open texts, and the files of the folders around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SKIPPED = {"node_modules", "__pycache__", "site-packages", "generated"}
 
 
 class Workspace:
-    """Reads a text when it is first asked about, and again once it, or an open text that it imports, has changed."""
+    """Reads a text at its first request, and again after it or an open text that it imports has changed."""
 
     def __init__(self) -> None:
         self.folders: list[Path] = []
@@ -29,12 +29,12 @@ class Workspace:
         return self._forget(uri)
 
     def close(self, uri: str) -> list[str]:
-        """Closes a text: what counts is on the disk again."""
+        """Close a text; the file on disk counts again."""
         self._open.pop(uri, None)
         return [one for one in self._forget(uri) if one != uri]
 
     def touched(self, uri: str) -> list[str]:
-        """A file has changed on the disk."""
+        """Handle a change of a file on disk."""
         return self._forget(uri)
 
     def _forget(self, uri: str) -> list[str]:
@@ -48,20 +48,20 @@ class Workspace:
 
     @property
     def texts(self) -> dict[Path, str]:
-        """What is open, by resolved path."""
+        """The open texts, by resolved path."""
         paths = ((path_of(uri), text) for uri, text in self._open.items())
         return {path.resolve(): text for path, text in paths if path is not None}
 
     # -- documents -----------------------------------------------------------------------------------------------------
 
     def document(self, uri: str) -> Document:
-        """An open text, read and checked; an empty one where nothing is open."""
+        """Return an open text, read and checked; an empty one if it is not open."""
         if uri not in self._read:
             self._read[uri] = read_document(uri, self._open.get(uri, ""), self.encoding, self.texts)
         return self._read[uri]
 
     def others(self, uri: str, word: str) -> Iterator[Document]:
-        """The other open texts, and the .kv files of the workspace's folders, that have a word in them."""
+        """Yield the other open texts and the .kv files of the workspace's folders that contain a word."""
         seen = {path.resolve() for path in map(path_of, [uri, *self._open]) if path is not None}
         for other in list(self._open):
             if other != uri and word in self._open[other]:

@@ -1,6 +1,6 @@
-"""Language models by name: what can be had, from where, and where it lies on this machine.
+"""Language models by name: which exist, where they come from, and where they are on this machine.
 
-Nothing here downloads unasked: `fetch.get` does, and only `kvdsl models get` and `make demo` call it.
+Only `fetch.get` downloads, and only `kvdsl models get` and `make demo` call it.
 """
 
 from kvdsl.models.catalogue import CATALOGUE, NamedModel, named

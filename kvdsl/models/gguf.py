@@ -1,4 +1,4 @@
-"""GGUF files as transformers folders: the values that quantised weights stand for, in float32 or rounded to bfloat16."""
+"""Convert GGUF files to transformers folders: quantised weights become float32, or rounded bfloat16."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvdsl.models.place import ELSEWHERE
 
 
 def check_can_convert() -> None:
-    """Refuse before anything is fetched, where what conversion needs is not installed.
+    """Refuse before downloading if packages for the conversion are missing.
 
     Raises:
-        KvdslError: naming what to install.
+        KvdslError: with the packages to install.
     """
     missing = [name for name in ("torch", "transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -29,13 +29,13 @@ def check_can_convert() -> None:
 def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     """Write the model and the tokenizer of a GGUF file into a folder that `from_pretrained` reads.
 
-    An embedding that the output layer shares is stored once, also where the file holds it twice.
+    An embedding shared with the output layer is stored once, even if the file holds it twice.
 
     Args:
-        dtype: of the stored weights, as torch calls it.
+        dtype: of the stored weights, as torch names it.
 
     Raises:
-        KvdslError: if its tokenizer is of a kind that is not known here, transformers cannot read the weights, or they cannot be written.
+        KvdslError: if its tokenizer is of an unknown kind, transformers cannot read the weights, or they cannot be written.
     """
     import torch
     from gguf import GGUFReader
@@ -54,12 +54,12 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise KvdslError(f"transformers cannot read {gguf.name}: {error}") from error
     _tie(model, {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors})
-    # Not `save_pretrained`: transformers 5 takes a model that was read from GGUF for a quantised one, and refuses.
+    # Not `save_pretrained`: transformers 5 treats a model read from GGUF as quantised, and refuses.
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     try:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, too
+    except SafetensorError as error:  # also for a full disk
         raise KvdslError(
             f"the weights cannot be written into {folder} ({error}): free some space, or {ELSEWHERE}"
         ) from error
@@ -69,13 +69,13 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
 
 
 _QUANTISATION = 0.2
-"""The largest relative difference that rounding to four bits leaves. Two matrices that were trained apart differ by more than one."""
+"""The largest relative error of rounding to four bits. Separately trained matrices differ by more than one."""
 
 
 def _tie(model: Any, sizes: Mapping[str, int]) -> None:
-    """Have the model share one embedding where the file holds it twice, as llama.cpp writes it: quantised differently for input and output.
+    """Share one embedding if the file holds it twice, as llama.cpp writes it, quantised differently for input and output.
 
-    The copy with more bits serves both.
+    The copy with more bits is used for both.
 
     Args:
         sizes: bytes of the file's tensors.
@@ -91,43 +91,43 @@ def _tie(model: Any, sizes: Mapping[str, int]) -> None:
 
 
 def _config(model: Any, dtype: str) -> dict[str, Any]:
-    """The model's config as any supported transformers reads it."""
+    """Return the model's config in a form that any supported transformers reads."""
     config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": dtype}
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(name, None)
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # where transformers 4 looks for it; it would take 10,000 without a word
+    if "rope_theta" in rope:  # where transformers 4 looks for it; it would silently use 10,000
         config["rope_theta"] = rope["rope_theta"]
     return config
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-"""What transformers and GGUF call the special tokens."""
+"""The special tokens' names in transformers and GGUF."""
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-"""Types of tokens in a GGUF file: special ones, added ones that are text, and rows of the embedding that no token has."""
+"""Token types of a GGUF file: special tokens, added text tokens, and unused rows of the embedding."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""What Qwen2's tokenizer takes for a word: a contraction, letters, one digit, punctuation, or space. Its config on the hub has it."""
+"""Qwen2's pattern of words: a contraction, letters, one digit, punctuation, or space; from its config on the hub."""
 
 
 def _special(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The field that holds each special token's number, of the special tokens that the model has."""
+    """Return the field with each special token's id, for those that the model has."""
     keys = {name: f"tokenizer.ggml.{ggml}_token_id" for name, ggml in _SPECIAL.items()}
     return {name: key for name, key in keys.items() if key in fields}
 
 
 def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
-    """The tokenizer, made from what the file says: transformers 4 and 5 would make different ones of it, and read this one alike.
+    """Write the tokenizer from the file's data. transformers 4 and 5 would derive different ones, but read this one alike.
 
     Raises:
-        KvdslError: if it splits text in a way that is not known here.
+        KvdslError: if it splits text in an unknown way.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind, words = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or words not in ("smollm", "qwen2") or fields.get("tokenizer.ggml.add_bos_token", False):
-        raise KvdslError(f"the tokenizer {kind}/{words} is not known; only SmolLM's and Qwen2's are")
+        raise KvdslError(f"the tokenizer {kind}/{words} is not supported; only SmolLM's and Qwen2's are")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     known = {token: number for number, (token, type) in enumerate(zip(tokens, types, strict=True)) if type != _UNUSED}
@@ -167,7 +167,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """The loader's progress bar, where there is somebody to see it."""
+    """Show the loader's progress bar only on terminals."""
     if sys.stderr.isatty():
         yield
         return

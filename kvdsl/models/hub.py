@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what of it is on this machine, and whether it answers."""
+"""The Hugging Face hub: its local cache, and whether it responds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 SECONDS = 1.0
-"""How long the hub has for an answer; transformers would ask again and again for more than a minute."""
+"""Seconds to wait for the hub; transformers would retry for more than a minute."""
 
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def is_id(name: str) -> bool:
-    """Whether a name is of the form owner/name."""
+    """Return whether a name has the form owner/name."""
     return re.fullmatch(f"{_PART}/{_PART}", name) is not None
 
 
 def fetched(name: str) -> Path | None:
-    """The folder of a model that was fetched from the hub before; it may lack files that nobody has asked for."""
+    """Return the folder of a model fetched from the hub earlier; files that were never requested may be missing."""
     if util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import constants
 
     if not re.fullmatch(rf"(?:{_PART}/)?{_PART}", name):
         return None
-    if not Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir():  # the look itself has a slow import
+    if not Path(
+        constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}"
+    ).is_dir():  # checked first, because the lookup itself has a slow import
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -48,7 +50,7 @@ def host() -> tuple[str, int]:
 
 
 def answers() -> bool:
-    """Whether somebody listens there, known after a second at most. Nobody does where HF_HUB_OFFLINE forbids to ask."""
+    """Return whether the hub accepts connections, within a second; False if HF_HUB_OFFLINE is set."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return False
     return _listens(*host())
@@ -65,7 +67,7 @@ def _listens(name: str, port: int) -> bool:
         except OSError:
             found.append(False)
 
-    # Finding the address heeds no time limit: the thread does not keep the process from ending.
+    # Resolving the address has no timeout, so this is a daemon thread.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(SECONDS)

@@ -1,4 +1,4 @@
-"""Where named models lie on this machine."""
+"""Where named models are on this machine."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from kvdsl.models import hub
 from kvdsl.models.catalogue import CATALOGUE, NamedModel, named
 
 ELSEWHERE = "set KVDSL_DATA_DIR to a folder on a disk with room"
-"""What to do about a data folder that cannot be used."""
+"""What to do about an unusable data folder."""
 
 
 def data_folder() -> Path:
-    """`$KVDSL_DATA_DIR`, else kvdsl's folder in the user's data directory. It need not exist.
+    """Return `$KVDSL_DATA_DIR`, else kvdsl's folder in the user's data directory. It need not exist.
 
     Raises:
-        KvdslError: as `user_folder`.
+        KvdslError: as in `user_folder`.
     """
     return user_folder("KVDSL_DATA_DIR", "user_data_dir")
 
 
 def place(model: NamedModel) -> Path:
-    """Where the model lies, or would lie."""
+    """Return the folder of a model, whether it exists or not."""
     return data_folder() / "models" / model.name
 
 
 def here(model: NamedModel) -> bool:
-    """Whether it is there whole, and what was made; see `kvdsl.build.store` on files that nobody has touched."""
+    """Return whether a model is there and sound; unchanged files are not read again (`kvdsl.build.store`)."""
     return store.flaw(place(model), known=True) is None
 
 
 def flaw(model: NamedModel) -> str | None:
-    """What keeps a model that is there from being used; None if it is whole, or not there at all."""
+    """Return why an existing model is unusable; None if it is sound or missing."""
     return store.flaw(place(model), known=True) if place(model).exists() else None
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a named model, as `AutoModelForCausalLM.from_pretrained` reads it.
+    """Return the folder of a named model for `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        KvdslError: if there is no such name, or it is not on this machine (whole).
+        KvdslError: for an unknown name, or a model that is missing or damaged.
     """
     model = named(name)
     if (flaw := store.flaw(place(model), known=True)) is not None:
@@ -53,12 +53,12 @@ def model_folder(name: str) -> Path:
 
 
 def place_of(name: str) -> str:
-    """What transformers is to load: the folder of a named model, the folder that the user gave, or an id of the hub.
+    """Return what transformers should load: the folder of a named model, the user's folder, or an id of the hub.
 
-    Look on this machine first. Query the hub only for names of the form owner/name.
+    This machine comes first. The hub is queried only for names of the form owner/name.
 
     Raises:
-        KvdslError: if there is no such folder, the named model is not here, the name is a folder's, too, or the hub does not answer.
+        KvdslError: if the folder or the named model is missing, the name is also a folder's, or the hub does not respond.
     """
     if name in CATALOGUE:
         if Path(name).is_dir():
@@ -68,27 +68,27 @@ def place_of(name: str) -> str:
     folder = _expanded(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise KvdslError(f"{folder} holds no config.json: it is not the folder of a model")
+            raise KvdslError(f"{folder} has no config.json, so it is not the folder of a model")
         return str(folder)
     if folder.is_file():
-        raise KvdslError(f"{folder} is a file; give the folder of a model")
+        raise KvdslError(f"{folder} is a file; use the folder of a model")
     return _fetchable(name, folder)
 
 
 def _expanded(name: str) -> Path:
-    """A path in which `~` is the user's home."""
+    """Expand `~` to the user's home."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise KvdslError(f"there is no model folder {name}: its home folder is not known") from error
+        raise KvdslError(f"there is no model folder {name}: its home folder is unknown") from error
 
 
 def _fetchable(name: str, folder: Path) -> str:
-    """An id that the hub can be asked for, or what came of it before."""
+    """Return an id that the hub can resolve, or its folder from an earlier download."""
     near = _near(name, folder)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise KvdslError(
-            f"there is no model folder {name}; {near or 'give a folder with a config.json, or an id on the Hugging Face hub'}"
+            f"there is no model folder {name}; {near or 'use a folder with a config.json, or an id on the Hugging Face hub'}"
         )
     if hub.is_id(name) and hub.answers():
         return name
@@ -96,7 +96,7 @@ def _fetchable(name: str, folder: Path) -> str:
     if here is not None:
         return str(here)
     if hub.is_id(name):
-        why = "the Hugging Face hub does not answer" if near is None else f"{near} (the Hugging Face hub does not answer)"
+        why = "the Hugging Face hub does not respond" if near is None else f"{near} (the Hugging Face hub does not respond)"
         raise KvdslError(f"the model `{name}` is not on this machine: {why}")
     known = f"there are {listed(CATALOGUE)}" if len(CATALOGUE) > 1 else f"there is `{next(iter(CATALOGUE))}`"
     raise KvdslError(
@@ -105,7 +105,7 @@ def _fetchable(name: str, folder: Path) -> str:
 
 
 def _near(name: str, folder: Path) -> str | None:
-    """The named model or the folder of a model that was perhaps meant."""
+    """Return the named model or model folder with a similar name."""
     try:
         beside = [str(path.parent) for path in folder.parent.glob("*/config.json")]
     except OSError:

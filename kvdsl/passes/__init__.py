@@ -1,1 +1,1 @@
-"""IR → IR: `fold` constants, then find the state `columns` that a policy needs."""
+"""Rewrites of the IR: constant folding, normal forms, and the state columns that a policy needs."""

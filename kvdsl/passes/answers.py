@@ -1,8 +1,8 @@
-"""Policies that keep a prompt whole and rank what is generated behind it by itself: the answer's own policy, or what stands against it.
+"""Policies that keep a prompt whole and rank the generated tokens alone.
 
-A server shares the keys and values of a prompt between requests only if no policy takes a token out of them. Of a policy with the budget
-`prompt + N` under which every token of the prompt stays, and no token behind it is ranked by anything of the prompt's slots, `of_answers`
-makes the policy of the slots behind the prompt: with the budget N, and `position < prompt` false. Both keep the same tokens.
+A server shares a prompt's keys and values between requests only if no policy evicts any of them. Consider a policy with the budget
+`prompt + N` under which every prompt token stays and no later token is ranked by the prompt's slots. `of_answers` proves this and
+returns the policy of the slots behind the prompt, with the budget N and `position < prompt` false. Both keep the same tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotByItselfError(Exception):
     """The proof fails.
 
     Attributes:
-        what: the part of the policy at which it does, and why; the words of the policy stand in backticks, the statement's first.
+        what: the part of the policy at which it fails, and why. The policy's words are in backticks, the statement's first.
         mend: what to write instead.
     """
 
@@ -39,9 +39,9 @@ class Answers:
 
     Attributes:
         policy: with a budget that does not read the prompt.
-        keeps: what protects tokens in it, as it is written.
-        protected: how many that are, for a policy in which more than the budget would cost the prompt's tokens their
-            protection; None for one in which they are the last that yield.
+        keeps: what it protects, as text.
+        protected: the number of protected tokens, if protecting more than the budget would evict prompt tokens; None if those
+            yield last.
     """
 
     policy: Policy
@@ -49,7 +49,7 @@ class Answers:
     keeps: str
 
     def check_room(self, given: Mapping[str, float], layer: int, layers: int) -> None:
-        """Raise NotByItselfError where params protect more of an answer than the budget keeps of it.
+        """Raise NotByItselfError if params protect more of an answer than the budget keeps.
 
         Args:
             given: params that the user sets.
@@ -67,26 +67,26 @@ class Answers:
         protected = value_of(self.protected, names)
         if protected is None or budget is None or protected > math.floor(budget):
             raise NotByItselfError(
-                f"`{self.keeps}` may protect more of an answer than the budget keeps of it, and tokens of the prompt would leave",
-                "give a larger budget, protect fewer tokens, or write `keep first prompt`, which yields last",
+                f"`{self.keeps}` may protect more of an answer than the budget keeps, which would evict prompt tokens",
+                "set a larger budget, protect fewer tokens, or write `keep first prompt`, which yields last",
             )
 
 
 def counts_from_the_prompt(policy: Policy) -> bool:
-    """Whether the budget is a prompt's tokens and some more: then the policy is meant to keep the prompt."""
+    """Return whether the budget is the prompt's tokens plus some, so that the policy is meant to keep the prompt."""
     return policy.budget is not None and _behind(fold(policy).budget)[0] == 1
 
 
 def of_answers(policy: Policy) -> Answers:
-    """The policy of what is generated behind a prompt.
+    """Return the policy of what is generated behind a prompt.
 
     Raises:
-        NotByItselfError: if it cannot be shown that the prompt stays and that it has no say in who leaves.
+        NotByItselfError: if it cannot be proved that the prompt stays and does not influence evictions.
     """
     policy = fold(policy)
     count, budget = _behind(policy.budget)
     if count != 1 or budget is None:
-        raise NotByItselfError("`budget` is not `prompt` and a number of tokens", "write `budget prompt + n`")
+        raise NotByItselfError("`budget` is not `prompt` plus a number of tokens", "write `budget prompt + n`")
     _check_statements(policy)
     _check_fixed(budget, f"`budget` adds `{print_expression(budget)}` to the prompt")
     yields_last = _kept_first(policy)
@@ -113,20 +113,20 @@ def of_answers(policy: Policy) -> Answers:
 
 
 def _check_statements(policy: Policy) -> None:
-    """Raise NotByItselfError for statements under which an answer's slots are not all that matters."""
+    """Raise NotByItselfError for statements under which more than the answer's slots matters."""
     reasons = {
-        "`budget` reads what is cached, the prompt's tokens among it": policy.measured is not None,
+        "`budget` depends on cached tokens, including the prompt's": policy.measured is not None,
         "`budget … across heads` shares one budget among heads": policy.across is not None,
         "`budget … across layers` shares one budget among layers": policy.across_layers is not None,
-        "`when prefill` lets nothing of an answer leave": policy.when == "prefill",
+        "`when prefill` evicts nothing of an answer": policy.when == "prefill",
         "`select` chooses among the prompt's tokens as well": policy.select is not None,
         "`sketch` looks at the prompt's keys as well": policy.sketch is not None,
         "`positions compact` counts the prompt's tokens": policy.positions == "compact",
-        "`score` is reduced over heads, which then lose the same tokens": policy.victims != "own",
-        "`layers` in which nothing leaves grow with the answer": policy.layers is not None,
+        "`score` is reduced over heads, which then evict the same tokens": policy.victims != "own",
+        "`layers` without eviction grow with the answer": policy.layers is not None,
         "`group each` is for selections": policy.group == "each",
         "`cap hard` makes room before a token is placed": policy.cap == "hard",
-        "`storage blocks` has slots in blocks of its own": policy.storage == "blocks",
+        "`storage blocks` has its own blocks of slots": policy.storage == "blocks",
     }
     for what, holds in reasons.items():
         if holds:
@@ -134,7 +134,7 @@ def _check_statements(policy: Policy) -> None:
 
 
 def _behind(budget: Expr | None) -> tuple[int | None, Expr | None]:
-    """How many times the prompt is in a budget, and what else is; None times where it is in it in another way than in a sum."""
+    """Split a budget into the multiple of the prompt in its sum and the rest; None for the multiple if it is not such a sum."""
     if budget is None:
         return None, None
     if budget == PROMPT:
@@ -161,13 +161,13 @@ def _plain_sum(op: str, left: Expr, right: Expr) -> Expr:
 
 
 def _kept_first(policy: Policy) -> bool:
-    """Whether `keep first` has all of the prompt, and yields only when nothing else is left."""
+    """Return whether `keep first` covers the whole prompt, and yields last."""
     first = any(keep.scope == "first" and keep.count == PROMPT for keep in policy.keeps)
     return first and (policy.ends_last or all(keep.scope in ("first", "last") for keep in policy.keeps))
 
 
 def _kept(keep: Keep, *, yields_last: bool) -> Keep | None:
-    """What a `keep` protects behind the prompt; None for one that protects the prompt alone."""
+    """Return what a `keep` protects behind the prompt; None if it protects the prompt alone."""
     where = f"`{print_keep(keep)}`"
     if (keep.scope == "first" and keep.count == PROMPT) or (keep.scope == "where" and _is_the_prompt(keep.by)):
         return None
@@ -179,16 +179,16 @@ def _kept(keep: Keep, *, yields_last: bool) -> Keep | None:
         _check_prompt_is_lowest(keep, where)
     if keep.scope == "where" and not yields_last:
         raise NotByItselfError(
-            f"{where} may protect more tokens than the budget keeps, and tokens of the prompt would leave",
+            f"{where} may protect more tokens than the budget keeps, which would evict prompt tokens",
             "write `keep first prompt`, which yields last, or `keep top n by …`",
         )
     return Keep(scope=keep.scope, count=count, by=by)
 
 
 def _check_prompt_is_lowest(keep: Keep, where: str) -> None:
-    """Raise NotByItselfError unless every token of the prompt ranks below all others, or as low, by what `keep top` goes by.
+    """Raise NotByItselfError unless every prompt token ranks lowest, or ties, in what `keep top` ranks by.
 
-    Of equals the newer token is the higher, which is never one of the prompt.
+    Among equals the newer token is higher, which is never a prompt token.
     """
     by = keep.by
     if is_call(by, "where") and (side := _of_the_prompt(by.args[0])) is not None:
@@ -197,8 +197,8 @@ def _check_prompt_is_lowest(keep: Keep, where: str) -> None:
         if isinstance(lowest, Number) and bound is not None and bound >= lowest.value:
             return
     raise NotByItselfError(
-        f"{where} may protect tokens of the prompt in place of others",
-        "write `by where(position < prompt, -1, …)` with something that is never below that",
+        f"{where} may protect prompt tokens instead of others",
+        "write `by where(position < prompt, -1, …)` with a value that is never lower",
     )
 
 
@@ -210,7 +210,7 @@ def _check_fixed(expr: Expr, where: str) -> None:
     for part in walk(expr):
         if isinstance(part, Input) and part.name not in ("layer", "layers", "everything", "budget"):
             raise NotByItselfError(
-                f"{where}, which reads `{part.name}`", "state a number that does not depend on the prompt"
+                f"{where}, which reads `{part.name}`", "write a number that does not depend on the prompt"
             )
 
 
@@ -218,15 +218,15 @@ def _check_fixed(expr: Expr, where: str) -> None:
 
 
 def _of_slot(expr: Expr, where: str) -> Expr:
-    """What an expression is of a slot behind the prompt, made of such slots alone.
+    """Return an expression for a slot behind the prompt, reading only such slots.
 
     Raises:
-        NotByItselfError: if it reads anything of the prompt's slots, their number included.
+        NotByItselfError: if it reads anything of the prompt's slots, including their number.
     """
     side = _of_the_prompt(expr)
     if side is not None:
         return Number(value=0 if side else 1)
-    if is_call(expr, "-") and expr.args == (BUDGET, PROMPT):  # of the answer's own policy it is the budget
+    if is_call(expr, "-") and expr.args == (BUDGET, PROMPT):  # the answer's own policy has this as its budget
         return BUDGET
     if isinstance(expr, Input):
         return _of_input(expr, where)
@@ -235,7 +235,8 @@ def _of_slot(expr: Expr, where: str) -> Expr:
     if isinstance(expr, Rank):
         if expr.within != "all" or _of_the_prompt(expr.by) is None:
             raise _reads_slots(
-                f"{where} ranks tokens beside those of the prompt, by `{_short(expr)}`", "rank(x by position < prompt)"
+                f"{where} ranks tokens together with those of the prompt, by `{_short(expr)}`",
+                "rank(x by position < prompt)",
             )
         return Rank(body=_of_slot(expr.body, where))
     if is_call(expr, "leverage", "enough"):
@@ -250,7 +251,7 @@ def _of_input(expr: Input, where: str) -> Expr:
     if expr.name in ("prompt", "live", "seen"):
         raise NotByItselfError(
             f"{where} reads `{expr.name}`, which counts the prompt's tokens",
-            "leave it out; the prompt may be asked for as in `position < prompt` only",
+            "leave it out; the prompt can only be read as in `position < prompt`",
         )
     return expr
 
@@ -271,7 +272,7 @@ def _of_reduction(expr: Reduce, where: str) -> Expr:
 
 
 def _behind_the_prompt(expr: Reduce, where: str) -> dict[str, Expr | None]:
-    """The filter and key of a reduction over slots that leaves the prompt's out, without what leaves them out."""
+    """Return the filter and key of a reduction over slots, without the part that excludes the prompt."""
     parts = conditions(expr.where)
     left = [part for part in parts if not _is_behind(part, other=expr.axis is Axis.OTHER)]
     if len(left) < len(parts):
@@ -286,12 +287,12 @@ def _behind_the_prompt(expr: Reduce, where: str) -> dict[str, Expr | None]:
 
 
 def _reads_slots(what: str, example: str | None) -> NotByItselfError:
-    mend = "leave it out" if example is None else f"write `{example}`, so that only what is generated is compared"
+    mend = "leave it out" if example is None else f"write `{example}`, so that only generated tokens are compared"
     return NotByItselfError(what, mend)
 
 
 def _is_behind(condition: Expr, *, other: bool) -> bool:
-    """Whether a condition holds exactly for slots behind the prompt; `other`: for the one that a slot is compared with."""
+    """Return whether a condition holds exactly for slots behind the prompt; `other` refers to the other slot of a comparison."""
     if not other:
         return _of_the_prompt(condition) is False
     if isinstance(condition, Other):
@@ -309,7 +310,7 @@ def _is_the_prompt(expr: Expr | None) -> bool:
 
 
 def _of_the_prompt(expr: Expr | None) -> bool | None:
-    """Whether a condition holds exactly for the prompt's tokens (True), exactly for all others (False), or is another (None)."""
+    """Return True if a condition holds exactly for the prompt's tokens, False if exactly for all others, else None."""
     if is_call(expr, "not"):
         inner = _of_the_prompt(expr.args[0])
         return None if inner is None else not inner
@@ -321,7 +322,7 @@ def _of_the_prompt(expr: Expr | None) -> bool | None:
 
 
 def _decided(expr: Expr) -> Expr:
-    """The branch that is taken, where that is known by now."""
+    """Simplify a `where`, `and` or `or` whose condition is constant."""
     if is_call(expr, "where") and isinstance(expr.args[0], Number):
         return expr.args[1] if expr.args[0].value != 0 else expr.args[2]
     if is_call(expr, "and", "or"):
@@ -354,7 +355,7 @@ _AT_LEAST_ZERO = frozenset({"exp", "<", "<=", ">", ">=", "==", "!=", "and", "or"
 
 
 def least(expr: Expr) -> float | None:
-    """What an expression is never below, nor NaN; None where that is not known."""
+    """Return a lower bound of an expression that is never NaN; None if it is unknown."""
     if isinstance(expr, Number):
         return expr.value
     if isinstance(expr, Input):
@@ -365,7 +366,7 @@ def least(expr: Expr) -> float | None:
 
 
 def _least_reduced(expr: Reduce) -> float | None:
-    """Of what queries give: the slot's own token is one of them, so that there is no reduction of nothing but by a filter."""
+    """Return a lower bound of a reduction over queries. The slot's own query is always one, so only a filter can leave none."""
     low = least(expr.body)
     if expr.axis is not Axis.QUERY or expr.within != "all" or expr.where is not None or low is None:
         return None

@@ -1,14 +1,13 @@
-"""Find the state columns: what a kernel must remember per slot so that reductions over queries can be evaluated.
+"""Find the state columns: what a kernel must remember per slot to evaluate reductions over queries.
 
-A reduction over queries ranges over the whole life of a slot, of which a kernel sees one query at a time. So
-`mean(attn)` becomes `sum_attn / observed`, `std(attn)` becomes an expression of `sum_attn`, `sum_attn_squared` and
-`observed`, and both share their columns. `ema` is one number too, which every query moves. Only a reduction over the last N
-queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. A fold is a
-column that its own body reads. What only reads a token's own key and value, tensors of files and what the caller gives (`norm1(v)`,
-`dot(filter, k)`, `importance`), is computed once, when the token is placed. `observed` needs no column: every query since the token's
-own has seen the slot, or the last `window` queries of a layer with a sliding window.
+A reduction over queries ranges over a slot's whole life, but a kernel sees one query at a time. So `mean(attn)` becomes
+`sum_attn / observed`, and `std(attn)` an expression of `sum_attn`, `sum_attn_squared` and `observed`; both share columns. `ema` is one
+number that every query updates. A reduction over the last N queries needs a `ring` of N numbers per slot, shared by all such
+reductions of one body. A fold is a column that its own body reads. Values of a token's own key and value, tensors of files and the
+caller's values (`norm1(v)`, `dot(filter, k)`, `importance`) are computed once, when the token is placed. `observed` needs no column:
+every query since the token's own has seen the slot, or the last `window` queries in a layer with a sliding window.
 
-What ranks slots and dims for one query (`select`, `sketch`) remembers nothing but what the caller gave, and is left as it is.
+What ranks slots or dims for one query (`select`, `sketch`) needs columns only for the caller's values.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_NAME = 40
 
 
 def add_columns(policy: Policy) -> Policy:
-    """Rewrite the policy's expressions, with constants folded, so that they read state columns, and list those in `policy.columns`."""
+    """Rewrite a policy's expressions to read state columns, and list these in `policy.columns`. Folds constants."""
     policy = mapped(fold(normal(policy)), plain)
     table = _Columns()
     score = None if policy.score is None else table.lower(policy.score)
@@ -59,24 +58,24 @@ def add_columns(policy: Policy) -> Policy:
 
 
 class _Columns:
-    """The columns found so far, each meaning once."""
+    """The columns found so far, one for each meaning."""
 
     def __init__(self) -> None:
         self._by_meaning: dict[tuple[str, Expr, Expr | None], Column] = {}
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        # A column may read another one's value at the same slot; tokens' columns come first, as they are placed first. Rings
-        # come last: they are many rows.
+        # A column may read another one's value at the same slot. Tokens' columns come first, because they are placed first; rings come
+        # last, because they take many rows.
         order = {"token": 0, "ring": 2}
         return tuple(sorted(self._by_meaning.values(), key=lambda column: order.get(column.rule, 1)))
 
     def lower(self, expr: Expr) -> Expr:
-        """The expression with every reduction over queries, and every value of a token, read from columns."""
+        """Replace every reduction over queries, and every value of a token, by columns."""
         return rewrite(expr, self._rule)
 
     def with_given(self, expr: Expr) -> Expr:
-        """The expression with what the caller gave read from columns, and nothing else."""
+        """Replace only the caller's values by columns."""
         return rewrite(expr, lambda part: self._rule(part) if part.kind == "given" else None)
 
     def _rule(self, expr: Expr) -> Expr | None:
@@ -93,7 +92,7 @@ class _Columns:
         return None
 
     def _fold(self, expr: Fold) -> Expr:
-        """What a fold is where it is read. One over prunes is found in the settle that reads it, and remembered after that."""
+        """Return the expression that reads a fold. One over prunes is evaluated in the settle that reads it, and stored afterwards."""
         rule = "fold" if expr.over == "queries" else "prune"
         body, start = self.lower(expr.body), self.lower(expr.start)
         meaning = (rule, body, start)
@@ -114,14 +113,14 @@ class _Columns:
         return self._of_columns(expr.op, body, expr.argument)
 
     def _of_columns(self, op: str, body: Expr, decay: Expr | None) -> Expr:
-        """The reduction as a column, or as what its row says of columns."""
+        """Return a reduction as a column, or as its row's formula in columns."""
         formula = REDUCTIONS[op].columns if op in REDUCTIONS else None
         if formula is None:
             return ColumnRef(name=self._column(op, body, decay=decay))
         return from_formula(formula, body, lambda inner, of: self._of_columns(inner, of, None))
 
     def _column(self, rule: str, body: Expr, *, decay: Expr | None = None, size: Expr | None = None) -> str:
-        """The name of the column with this meaning."""
+        """Return the name of the column with this meaning."""
         meaning = (rule, body, decay or size)
         if meaning not in self._by_meaning:
             name = self._fresh(_slug(rule, body))
@@ -136,12 +135,12 @@ class _Columns:
 
 
 def _is_of_token(expr: Expr) -> bool:
-    """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
+    """Return whether a value belongs to the token and is fixed once it is placed. Params may still change with the prompt."""
     return axes_of(expr) == {Axis.SLOT} and all(map(_stays, walk(expr)))
 
 
 def _stays(part: Expr) -> bool:
-    """Whether a node reads nothing but what a token has."""
+    """Return whether a node reads only what belongs to a token."""
     if part.kind == "call":
         return part.op in FUNCTIONS or part.op in OPERATORS
     if part.kind == "reduce":
@@ -155,14 +154,14 @@ _OF_TOKEN = (Input(name="k"), Input(name="v"))
 
 
 def _slug(rule: str, body: Expr) -> str:
-    """A name that says what the column holds: `sum_attn_squared`, `norm1_v`, `last_attn`, `attn_ring`."""
+    """Return a name for a column, such as `sum_attn_squared`, `norm1_v`, `last_attn` or `attn_ring`."""
     if rule == "token":
         return _token_slug(body)
     if rule == "squares":
         return f"sum_{_words(body)}_squared"
     if rule == "ring":
         words = _words(body)
-        return f"{words}_ring" if words[0].isalpha() else f"ring_{words}"  # a name cannot begin with a number
+        return f"{words}_ring" if words[0].isalpha() else f"ring_{words}"  # a name cannot begin with a digit
     return f"{rule}_{_words(body)}"
 
 

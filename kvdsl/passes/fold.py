@@ -1,7 +1,6 @@
-"""Constant folding: computes what does not depend on what is cached.
+"""Constant folding.
 
-Arithmetic is that of 64-bit floats; `%` takes the sign of the divisor, conditions are 0 or 1. What has no finite value is
-left as it is.
+Arithmetic is in 64-bit floats; `%` takes the sign of the divisor, conditions are 0 or 1. Expressions without a finite value stay.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvdsl.ir.visitors import bottom_up, children, mapped
 
 
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
-    """The expression's value if it is constant, given values of params (`name`) and inputs (`@budget`)."""
+    """Return the value of an expression, given values of params (`name`) and inputs (`@budget`); None if it is not constant."""
     names = names or {}
     if isinstance(expr, Number):
         return expr.value
@@ -29,12 +28,12 @@ def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | No
 
 
 def some(count: float) -> int:
-    """A known count of which 0 means another thing, as of `trigger`: floored, but 1 where it is more than 0 and less than 1."""
+    """Round down a count whose 0 has a special meaning, as for `trigger`: 0 < count < 1 becomes 1."""
     return 1 if 0 < count < 1 else math.floor(count)
 
 
 def apply(name: str, *args: float | None) -> float | None:
-    """An operator or function of constants; None of another operation, if one is not known, or where there is no finite result."""
+    """Apply an operator or function to constants; None for other operations, unknown arguments or no finite result."""
     row = OPERATORS.get(name) or FUNCTIONS.get(name)
     there = [arg for arg in args if arg is not None]
     if row is None or len(there) < len(args):
@@ -47,7 +46,7 @@ def apply(name: str, *args: float | None) -> float | None:
 
 
 def fold_expression(expr: Expr) -> Expr:
-    """Return the expression with its constant parts computed."""
+    """Fold the constant parts of an expression."""
     return bottom_up(expr, _folded)
 
 
@@ -57,5 +56,5 @@ def _folded(expr: Expr) -> Expr:
 
 
 def fold(policy: Policy) -> Policy:
-    """The policy with the constant parts of every expression computed."""
+    """Fold the constant parts of every expression of a policy."""
     return mapped(policy, fold_expression)

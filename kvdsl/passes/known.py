@@ -1,7 +1,8 @@
-"""What targets have an operation for, however it is written.
+"""Recognize operations that targets implement, in any spelling.
 
-The prelude makes functions of others: `abs(x)` is `max(x, -x)`, `std(x)` the root of a mean less another. Each of these is one operation of
-the IR (`kvdsl.ir.ops.PRELUDE`), for which targets have code that is faster, or rounds less. One row a function, and no other place knows.
+The prelude defines functions through others: `abs(x)` is `max(x, -x)`, and `std(x)` the square root of a difference of means. Each of
+these is one operation of the IR (`kvdsl.ir.ops.PRELUDE`), for which targets have faster or more accurate code. Only this table, with
+one row per function, connects the two.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ ZERO, ONE, TWO, HALF = (Number(value=value) for value in (0, 1, 2, 0.5))
 
 
 def is_fixed(expr: Expr) -> bool:
-    """Whether a number is known once the prompt is."""
+    """Return whether a number is fixed once the prompt is known."""
     leaves = [part for part in walk(expr) if not children(part)]
     return all(part.kind in ("number", "param") or (part.kind == "input" and part.name in FIXED) for part in leaves)
 
 
 def known(expr: Expr) -> Expr:
-    """The operation that an expression comes to, whose operands are known already; the expression itself if it is none."""
+    """Return the equivalent operation of an expression with recognized operands; the expression itself without one."""
     for row in _ROWS:
         found = row(expr)
         if found is not None:
@@ -78,7 +79,7 @@ def _deviation(expr: Expr) -> Expr | None:
 
 
 def _average(expr: Expr) -> Expr | None:
-    """`fold(d * prev + (1 - d) * x, x)`, where d is known once the prompt is; with a d of 0 the newest x."""
+    """`fold(d * prev + (1 - d) * x, x)` with a d fixed once the prompt is known; with d = 0 the newest x."""
     if not isinstance(expr, Fold) or expr.over != "queries" or not is_call(expr.body, "+"):
         return None
     old, new = expr.body.args

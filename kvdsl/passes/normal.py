@@ -1,8 +1,7 @@
-"""One spelling for each meaning.
+"""Rewrite each meaning into one spelling.
 
-`normal` rewrites what can be said in several ways into the way for which targets have code, so that a kernel does not depend on how a
-policy was spelled. `plain` goes one step further, to what targets know: it makes filters (`where`) and keys (`by`) of a reduction part
-of what is reduced.
+`normal` rewrites equivalent spellings into the one for which targets have code, so kernels do not depend on a policy's spelling.
+`plain` goes further: it merges filters (`where`) and keys (`by`) into the body of a reduction.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="liv
 QUERY_POSITION = Input(name="query_position")
 
 ENDS = ("first", "last")
-"""The scopes of `keep` that go by a token's place alone."""
+"""The scopes of `keep` that depend on a token's position only."""
 
 Pages = tuple[Expr, Expr | None]
-"""How long a page is, and how many tokens lie before the first; None: none."""
+"""The length of a page, and the number of tokens before the first; None for none."""
 
 
 # -- ranges, as the checker makes them -----------------------------------------------------------------------------------
 
 
 def page_of_key(key: Expr) -> Pages | None:
-    """The pages that a key counts, as `page(16)` and `floor((position - 4) / 16)` do; None if it is another key."""
+    """Return the pages that a key counts, as in `page(16)` and `floor((position - 4) / 16)`; None for other keys."""
     folded = fold_expression(key)
     quotient = folded.args[0] if is_call(folded, "floor") else None
     if not is_call(quotient, "/"):
@@ -49,7 +48,7 @@ def page_of_key(key: Expr) -> Pages | None:
 
 
 def _whole(count: Expr, least: int) -> Expr | None:
-    """What a count is made of that is floored, and at least 0 or 1: what pages are counted by."""
+    """Return the number inside a count that is rounded down and at least `least`, as page sizes are; None for other counts."""
     if isinstance(count, Number):
         return count if count.value == math.floor(count.value) and count.value >= least else None
     if least and is_call(count, "max") and count.args[1:] == (ONE,):
@@ -60,14 +59,14 @@ def _whole(count: Expr, least: int) -> Expr | None:
 
 
 def conditions(where: Expr | None) -> list[Expr]:
-    """What has to hold together."""
+    """Split a condition at its `and`s."""
     if is_call(where, "and"):
         return [part for side in where.args for part in conditions(side)]
     return [] if where is None else [where]
 
 
 def together(parts: list[Expr]) -> Expr | None:
-    """The condition that all of these hold."""
+    """Join conditions by `and`."""
     found: Expr | None = None
     for part in parts:
         found = part if found is None else call("and", found, part)
@@ -75,12 +74,12 @@ def together(parts: list[Expr]) -> Expr | None:
 
 
 def is_another(condition: Expr) -> bool:
-    """Whether a condition says that the other slot is not the slot itself."""
+    """Return whether a condition means that the other slot is not the slot itself."""
     return is_call(condition, "!=") and {*condition.args} == {Other(body=POSITION), POSITION}
 
 
 def same_key(condition: Expr) -> tuple[Expr, float] | None:
-    """The key of which a condition says that the other slot's is the slot's own plus a number."""
+    """Return the key, and the number d, of a condition that the other slot's key is the slot's own plus d; None for others."""
     if not is_call(condition, "=="):
         return None
     for other, own in (condition.args, condition.args[::-1]):
@@ -94,17 +93,18 @@ def same_key(condition: Expr) -> tuple[Expr, float] | None:
 
 
 def of_the_other(body: Expr) -> Expr | None:
-    """What a body says of the other slot alone, as of the slot itself; None if it reads the slot's own, too."""
+    """Return a body that reads only the other slot, as one of the slot itself; None if it also reads the slot."""
     if Axis.SLOT in axes_of(body) or any(Axis.OTHER in axes_of(part) for part in parts_of(body, Reduce)):
         return None
-    return rewrite(body, lambda part: part.body if isinstance(part, Other) else None)  # whose own others are its own
+    # What replaces an `Other` is not entered: others inside it belong to inner reductions.
+    return rewrite(body, lambda part: part.body if isinstance(part, Other) else None)
 
 
 # -- one spelling --------------------------------------------------------------------------------------------------------
 
 
 def normal(policy: Policy) -> Policy:
-    """The policy in the spelling for which targets have code."""
+    """Return the policy in the spelling for which targets have code."""
     policy = mapped(policy, lambda expr: _spelled(expr, in_text=False))
     keeps = _keeps(policy)
     return with_policy(policy, keeps=keeps, ends_last=policy.ends_last and is_mixed(keeps))
@@ -124,7 +124,7 @@ def _spelled(expr: Expr, *, in_text: bool) -> Expr:
 
 
 def _query_position(expr: Expr, in_text: bool) -> Expr:
-    """The query's place, which is the token's and how many came after it; of the text's queries it has nothing to do with a token."""
+    """Rewrite the query's position as the token's position plus age, except for the text's queries, which have no token."""
     sums = [call("+", left, right) for left, right in ((POSITION, AGE), (AGE, POSITION))]
     if expr not in (*sums, QUERY_POSITION):
         return expr
@@ -132,7 +132,7 @@ def _query_position(expr: Expr, in_text: bool) -> Expr:
 
 
 def _negated(condition: Expr) -> Expr | None:
-    """The opposite of a condition, which of an order there is not: with a NaN neither holds."""
+    """Return the opposite of a condition; None for an order, which has none: with a NaN neither holds."""
     opposite = {"==": "!=", "!=": "=="}
     if is_call(condition, "not") and _holds_or_not(condition.args[0]):
         return condition.args[0]
@@ -142,7 +142,7 @@ def _negated(condition: Expr) -> Expr | None:
 
 
 def _holds_or_not(expr: Expr) -> bool:
-    """Whether a value is 0 or 1."""
+    """Return whether a value is 0 or 1."""
     return is_call(expr, *CONDITIONS)
 
 
@@ -171,11 +171,11 @@ def _filtered(expr: Reduce) -> Reduce:
 
 
 def _keeps(policy: Policy) -> tuple[Keep, ...]:
-    """`keep` by a place in an order, as `first`, `last` or `top`.
+    """Rewrite `keep where` by a place in an order as `keep first`, `last` or `top`.
 
-    A selection always takes what `keep first` and `keep last` protect, and nothing else, so there the words stay as they are. Heads that
-    agree on their victims average what `keep top` ranks by, which a condition is not. Where the ends leave last, a condition does not
-    become one of them, unless all become: then they fit into the budget.
+    Not in a policy that selects, since a selection always includes what `keep first` and `keep last` protect, and nothing else. Not
+    as `keep top` if heads agree on victims, since they average its values but not conditions. If the ends yield last, conditions
+    become `first` or `last` only if all keeps do; then they fit into the budget.
     """
     if policy.select is not None:
         return policy.keeps
@@ -187,12 +187,12 @@ def _keeps(policy: Policy) -> tuple[Keep, ...]:
 
 
 def is_mixed(keeps: Sequence[Keep]) -> bool:
-    """Whether some protect tokens by their place at either end, and others by what they are worth."""
+    """Return whether some keeps protect tokens by position at either end, and others by value."""
     return len({keep.scope in ENDS for keep in keeps}) == 2
 
 
 def _alternatives(keep: Keep) -> list[Keep]:
-    """`keep where a or b` as two lines."""
+    """Split `keep where a or b` into two keeps."""
     if keep.scope != "where" or not is_call(keep.by, "or"):
         return [keep]
     sides = [Keep(scope="where", by=side) for side in keep.by.args]
@@ -218,15 +218,15 @@ def _placed(keep: Keep, *, own: bool) -> Keep:
 
 
 def plain(expr: Expr) -> Expr:
-    """The expression without filters and keys."""
+    """Return the expression without filters and keys."""
     return bottom_up(expr, _plain)
 
 
 def compared(expr: Expr, page: Expr) -> Expr:
-    """The expression with ranks and reductions by page as reductions of the other slots, for a target that has code for these alone.
+    """Rewrite ranks and reductions by page as reductions over others, for a target that has code only for those.
 
     Args:
-        page: the number of a slot's page, as the target has it.
+        page: the target's expression for the number of a slot's page.
     """
 
     def rule(part: Expr) -> Expr:
@@ -250,7 +250,7 @@ def _plain(expr: Expr) -> Expr:
 
 
 def _compared(expr: Reduce, key: Expr, own: Expr) -> Reduce:
-    """A reduction by a key as one of the other slots: those whose key is what the slot says, mostly its own."""
+    """Rewrite a reduction by key as one over the other slots with the key `own`."""
     same = call("==", Other(body=key), own)
     where = same if expr.where is None else call("and", same, Other(body=expr.where))
     body = Other(body=expr.body) if axes_of(expr.body) else expr.body
@@ -258,7 +258,7 @@ def _compared(expr: Reduce, key: Expr, own: Expr) -> Reduce:
 
 
 def _rank_by(body: Expr, key: Expr | None) -> Expr:
-    """How many slots, of all or of those with the same key, rank lower: a NaN below every number, of equals the older."""
+    """Count the slots, all or those with the same key, that rank lower: NaN lowest, among equals the older first."""
     mine, other, older = body, Other(body=body), call("<", Other(body=POSITION), POSITION)
     is_nan, other_is_nan = (call("!=", x, x) for x in (mine, other))
     equal = call("or", call("==", other, mine), call("and", is_nan, other_is_nan))
@@ -269,7 +269,7 @@ def _rank_by(body: Expr, key: Expr | None) -> Expr:
 
 
 def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
-    """A filtered reduction as others of what is filtered."""
+    """Rewrite a filtered reduction as unfiltered ones."""
     bare = expr.model_copy(update={"where": None})
     if expr.axis not in axes_of(where) | {Axis.QUERY, Axis.HEAD}:
         return call("where", where, bare, Number(value=REDUCTIONS[expr.op].of_nothing))
@@ -287,12 +287,12 @@ def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
     mean, count = mean_within(expr.within), reduced("sum", ONE, ZERO)
     if expr.op == "mean":
         return mean
-    if expr.axis is Axis.QUERY:  # one query at a time, as the columns of `var` are kept
+    if expr.axis is Axis.QUERY:  # one query at a time, like the columns of `var`
         square = call("/", reduced("sum", call("*", expr.body, expr.body), ZERO), count)
         less = call("-", square, call("**", mean, Number(value=2)))
-        variance = call("max", less, ZERO)  # rounding can leave it below zero
+        variance = call("max", less, ZERO)  # rounding can make it negative
     else:
-        own = mean_within("page") if expr.within == "next" else mean  # as the slots of the page behind have it
+        own = mean_within("page") if expr.within == "next" else mean  # the mean of the next page's own slots
         squared = call("**", call("-", expr.body, own), Number(value=2))
         variance = call("/", reduced("sum", squared, ZERO), count)
     return variance if expr.op == "var" else call("sqrt", variance)
@@ -302,7 +302,7 @@ Part = TypeVar("Part", bound=Node)
 
 
 def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, Expr], Expr]) -> Expr:
-    """What a formula says of a body; `reduced` makes the reductions in it, by their names."""
+    """Apply a formula to a body; `reduced` builds the reductions in it by name."""
     if isinstance(formula, (int, float)):
         return Number(value=formula)
     if isinstance(formula, str):
@@ -310,14 +310,14 @@ def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, 
     assert isinstance(formula, tuple)
     name, *rest = formula
     args = tuple(from_formula(part, body, reduced) for part in rest)
-    # `max` of one is the reduction, of two the function.
+    # `max` of one operand is the reduction, of two the function.
     if name in OPERATORS or (name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1)):
         return call(str(name), *args)
     return reduced(str(name), args[0])
 
 
 def in_parts(node: Part, knows: Callable[[Reduce], bool]) -> Part:
-    """Write each reduction that a target lacks with others that it has, in a policy or a part of one; what has no such form stays."""
+    """Rewrite each reduction that a target lacks through others that it has, in a policy or a part of one, where that is possible."""
     return mapped(node, lambda expr: _in_parts(expr, knows))
 
 
@@ -327,7 +327,7 @@ def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:
         if not isinstance(node, Reduce) or knows(node):
             return None
         formula = REDUCTIONS[node.op].parts
-        if formula is None or node.last is not None or node.within == "next":  # a slot's next page is not its mean's
+        if formula is None or node.last is not None or node.within == "next":  # the mean inside would be of another page
             return None
         made = from_formula(formula, node.body, lambda op, body: node.model_copy(update={"op": op, "body": body}))
         return _in_parts(made, knows)

@@ -27,7 +27,7 @@ MAX_STEPS = 500
 
 
 def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) -> tuple[Scenario, ...]:
-    """The tests of a file that can be run; what is wrong with the others goes to the sink.
+    """Return the runnable tests of a file; errors in others go to the sink.
 
     Args:
         prelude: makes the scope around a policy's names.
@@ -60,14 +60,14 @@ def _steps(test: syn.Test) -> int:
 def _check_apart(module: Module, sink: Sink) -> None:
     help = f"put the tests into `{module.file.stem.removesuffix('_test')}_test.kv` and import the policy there"
     for policy in module.syntax.policies:
-        sink.report(codes.TESTS_APART, policy.name.span, "a policy cannot stand in a file with tests", help)
+        sink.report(codes.TESTS_APART, policy.name.span, "a file with tests cannot hold a policy", help)
     for let in module.syntax.lets:
-        sink.report(codes.TESTS_APART, let.name.span, "a let cannot stand in a file with tests", "write the numbers")
+        sink.report(codes.TESTS_APART, let.name.span, "a file with tests cannot hold a let", "write the numbers")
 
 
 @dataclass
 class _Check:
-    """Checks one test; `failed` once something was reported."""
+    """Checks one test; `failed` after a report of an error."""
 
     test: syn.Test
     module: Module
@@ -86,7 +86,7 @@ class _Check:
         layer, layers = self._layer(use)
         if policy is not None and policy.across_layers is not None and layers > 1:
             message = f"the layers of `{policy.name}` share a budget, but a test has one layer"
-            self._report(codes.TEST_STEP, use.span, message, "leave out `set layers`: alone, a layer shares with nobody")
+            self._report(codes.TEST_STEP, use.span, message, "leave out `set layers`: a single layer shares with no other")
         if policy is not None:
             _Meaning(policy, self.test, self._report).check()
         found = Scenario(self.test, policy, layer, layers, heads, group or 1, key_dim, value_dim)
@@ -104,7 +104,7 @@ class _Check:
         steps = self.test.steps
         if not self.test.of(syn.Use):
             self._report(
-                codes.TEST_POLICY, self.test.title.span, "the test does not say its policy", "begin it with `use NAME`"
+                codes.TEST_POLICY, self.test.title.span, "the test does not name its policy", "begin it with `use NAME`"
             )
         for at, step in enumerate(steps):
             before = steps[:at]
@@ -113,7 +113,7 @@ class _Check:
             else:
                 self._order_of_others(step, before)
         if not self.test.of(syn.Expect):
-            help = "say what holds after the last token, `expect kept 0, 2`"
+            help = "write what holds after the last token: `expect kept 0, 2`"
             self._report(codes.TEST_OF_NOTHING, self.test.title.span, "the test expects nothing", help)
 
     def _order_of_others(self, step: syn.Step, before: tuple[syn.Step, ...]) -> None:
@@ -128,7 +128,7 @@ class _Check:
         if token is not None and isinstance(step, (syn.Use, syn.Set)):
             word = step.span.text.split()[0]
             labels = [Label(token.span, "the first token")]
-            self._report(codes.TEST_ORDER, step.span, f"`{word}` stands behind a token", None, labels)
+            self._report(codes.TEST_ORDER, step.span, f"`{word}` comes after a token", None, labels)
         if isinstance(step, syn.Prompt):
             self._prompt(step, is_first=token is None)
 
@@ -137,7 +137,7 @@ class _Check:
             self._report(codes.TEST_ORDER, prompt.span, "the prompt has no tokens", "leave it out")
         elif not is_first and sum(token.times for token in prompt.tokens) == 1:
             help = "write the token alone, without `prompt { }`"
-            self._report(codes.TEST_ORDER, prompt.span, "behind other tokens, one that comes alone is no prompt", help)
+            self._report(codes.TEST_ORDER, prompt.span, "after other tokens, a single token is not a prompt", help)
         kinds = {_is_attended(token) for token in prompt.tokens}
         if len(kinds) > 1:
             self._report(codes.TEST_ORDER, prompt.span, "a prompt's tokens are all `attend`, or all `token`")
@@ -145,10 +145,10 @@ class _Check:
     def _order_of_expect(self, step: syn.Expect, before: tuple[syn.Step, ...]) -> None:
         refused = next((one for one in before if _name(one) == "error"), None)
         if step.what != "error" and not any(isinstance(one, (syn.Incoming, syn.Prompt)) for one in before):
-            self._report(codes.TEST_ORDER, step.span, "nothing has come in that this could be expected of")
+            self._report(codes.TEST_ORDER, step.span, "no token has arrived yet")
         elif refused is not None:
             labels = [Label(refused.span, "an error is expected here")]
-            self._report(codes.TEST_ORDER, step.span, "a policy that is refused does nothing", labels=labels)
+            self._report(codes.TEST_ORDER, step.span, "a refused policy does nothing", labels=labels)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class _Check:
         return [one for token in self._tokens() for one in token.brought if one.kind in kinds]
 
     def _heads(self) -> int:
-        """How many KV heads the test has."""
+        """Return the number of KV heads of the test."""
         for token in self._tokens():
             kinds: set[str] = set()
             for one in token.brought:
@@ -177,7 +177,7 @@ class _Check:
         return several[0][1] if several else 1
 
     def _same_size(self, brought: list[syn.Brought], what: str) -> int:
-        """How many query heads each KV head has."""
+        """Return the number of query heads of each KV head."""
         counts = [(one.span, len(heads)) for one in brought for heads in one.heads]
         for span, count in counts[1:]:
             if count != counts[0][1]:
@@ -185,7 +185,7 @@ class _Check:
         return counts[0][1] if counts else 0
 
     def _dims(self, *kinds: str) -> int:
-        """The size of the vectors."""
+        """Return the size of the vectors."""
         rows = [row for one in self._brought(*kinds) for heads in one.heads for row in heads]
         for row in rows:
             if row.rest is not None:
@@ -213,7 +213,7 @@ class _Check:
         return 0, 1
 
     def _policy(self, use: syn.Use) -> Policy | None:
-        """The policy with what the test sets; None if it is refused, as expected, or after a report."""
+        """Return the policy with the test's settings; None after a report, or if it is refused as expected."""
         found = next((pair for pair in self.module.policies() if pair[0].name.text == use.policy.text), None)
         if found is None:
             known = [policy.name.text for policy, _ in self.module.policies()]
@@ -260,15 +260,15 @@ class _Check:
         return checked, [found for found in sink.sorted(self.module.file) if found.severity == "error"]
 
     def _refused(self, use: syn.Use, error: Diagnostic) -> Diagnostic:
-        """An error that the settings make, told in the test's file."""
+        """Report in the test's file an error caused by its settings."""
         here = error.span.file is self.module.file
-        labels = () if here else (Label(error.span, "what refuses"),)
+        labels = () if here else (Label(error.span, "refused here"),)
         span = error.span if here else use.span
         return Diagnostic(codes.TEST_SETTING.id, "error", error.message, span, error.help, labels)
 
 
 def _name(step: syn.Step) -> str:
-    """What may stand once has a name."""
+    """Return a name for a step that may occur once."""
     if isinstance(step, syn.Set):
         return f"set {step.name.text}"
     return step.what if isinstance(step, syn.Expect) else type(step).__name__
@@ -280,14 +280,14 @@ def _is_attended(token: syn.Incoming) -> bool:
 
 @dataclass
 class _Meaning:
-    """Checks that the policy has what the steps speak of."""
+    """Checks that the policy has what the steps refer to."""
 
     policy: Policy
     test: syn.Test
     report: Callable[..., None]
 
     def check(self) -> None:
-        """Checks every step."""
+        """Check every step."""
         decoded, first = False, True
         for step in self.test.steps:
             if isinstance(step, syn.Prompt):
@@ -295,7 +295,7 @@ class _Meaning:
                 self._prompt(step, sized=first)
                 first = False
             elif isinstance(step, syn.Turn) and first:
-                self.report(codes.TEST_STEP, step.span, "no token has come, so that no turn has ended")
+                self.report(codes.TEST_STEP, step.span, "no token has arrived, so no turn has ended")
             elif isinstance(step, syn.Incoming):
                 decoded, first = not first or step.times > 1, False  # the very first token is a prompt
                 self._token(step)
@@ -303,7 +303,7 @@ class _Meaning:
                 self._expect(step, decoded)
 
     def _prompt(self, prompt: syn.Prompt, *, sized: bool) -> None:
-        """Checks a prompt's tokens. `sized`: nothing came before, so that it is known how much each attends to."""
+        """Check a prompt's tokens. `sized`: no token came before, so the size of each row of attention is known."""
         there = 0
         for token in prompt.tokens:
             self._token(token)
@@ -318,7 +318,7 @@ class _Meaning:
         if not row.fits(there):
             numbers, help = "one number", None
             if there > 1:
-                numbers, help = f"{there} numbers", f"with this one, {there} tokens of the prompt have come in"
+                numbers, help = f"{there} numbers", f"the prompt has {there} tokens up to this one"
             self.report(codes.TEST_SIZE, row.span, f"expected {numbers}, not {len(row.values)}", help)
 
     def _token(self, token: syn.Incoming) -> None:
@@ -327,7 +327,7 @@ class _Meaning:
             return
         query = next((one for one in token.brought if one.kind == "query"), None)
         if query is not None:
-            message = "`attend` says what the query would be for, so that the query would not be looked at"
+            message = "`attend` replaces the query, so the query would have no effect"
             self.report(codes.TEST_STEP, query.span, message, "write one of them")
             return
         exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
@@ -336,27 +336,27 @@ class _Meaning:
         why = "reads the prompt's queries" if why is None and self.policy.reads_text else why
         why = next((f"reads `{name}`" for name in ("q", "logit") if name in reads), None) if why is None else why
         if why is not None:
-            message = f"`{self.policy.name}` {why}, which `attend` does not say"
+            message = f"`{self.policy.name}` {why}, which `attend` does not provide"
             self.report(codes.TEST_STEP, token.span, message, "write `token query 1, 0 key 0, 1`, say")
 
     def _given(self, token: syn.Incoming) -> None:
-        """What a token brings of the values that the policy asks its caller for."""
+        """Check a token's given values against those that the policy reads."""
         brought = [(one, one.name) for one in token.brought if one.name is not None]
-        asked = [given.name for given in self.policy.given if given.source != "turn"]
+        known = [given.name for given in self.policy.given if given.source != "turn"]
         for one, name in brought:
-            if name.text not in asked:
-                help = did_you_mean(name.text, [*asked, *VECTORS]) or (
-                    f"it asks for {listed(asked, 'and')}" if asked else None
+            if name.text not in known:
+                help = did_you_mean(name.text, [*known, *VECTORS]) or (
+                    f"its inputs are {listed(known, 'and')}" if known else None
                 )
                 self.report(codes.TEST_STEP, name.span, f"`{self.policy.name}` has no input `{name.text}`", help)
             for (row,) in one.heads:
                 if row.rest is not None or len(row.values) != 1:
-                    help = "where there are several KV heads, `/` stands between theirs"
+                    help = "separate the values of KV heads by `/`"
                     self.report(codes.TEST_SIZE, row.span, "a given value is one number of the token", help)
         for given in self.policy.given:
             if given.default is None and given.name not in [name.text for _, name in brought]:
                 message = f"`{self.policy.name}` needs `{given.name}` of every token, which has no default"
-                self.report(codes.TEST_STEP, token.span, message, f"write `{given.name} 0.5` behind the token, say")
+                self.report(codes.TEST_STEP, token.span, message, f"write `{given.name} 0.5` after the token, say")
 
     def _expect(self, step: syn.Expect, decoded: bool) -> None:
         columns = [column.name for column in self.policy.columns if column.rule != "ring"]
@@ -370,5 +370,5 @@ class _Meaning:
             self.report(codes.TEST_STEP, step.span, "a prompt's queries attend to everything")
         elif step.what == "state" and step.word is not None and step.word.text not in columns:
             known = [*PLACES, *VALUES, *columns]
-            help = did_you_mean(step.word.text, known) or f"what can be expected is {listed([*known, 'error'], 'or')}"
+            help = did_you_mean(step.word.text, known) or f"a test can expect {listed([*known, 'error'], 'or')}"
             self.report(codes.TEST_STEP, step.word.span, f"`{self.policy.name}` has no state `{step.word.text}`", help)

@@ -1,4 +1,4 @@
-"""Random small texts for policies, as numbers: what each token attends to, or the vectors that its attention follows from."""
+"""Random small texts for policies, as numbers: each token's attention, or vectors that determine it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Drawn:
     """A text.
 
     Attributes:
-        prompt: how many of its tokens come in together; the others follow one by one.
-        attend: what each token gives to those up to itself, [heads, tokens, tokens], in all 1; None where vectors say it.
+        prompt: the number of tokens that arrive together; the others follow one by one.
+        attend: each token's attention to the tokens up to itself, [heads, tokens, tokens], with sum 1; None if vectors determine it.
         query: [heads, tokens, group, DIMS].
         key, value: [heads, tokens, DIMS].
-        given: what the caller gives of the tokens, [heads, tokens] by name.
+        given: the caller's values of the tokens, [heads, tokens] by name.
     """
 
     prompt: int
@@ -36,12 +36,12 @@ class Drawn:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return int(self.key.shape[1])
 
 
 class Form:
-    """What texts have to look like for all of some policies to make sense of them."""
+    """The shape of texts on which all of some policies can run."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policies = policies
@@ -52,27 +52,27 @@ class Form:
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The inputs that any of them reads when tokens leave."""
+        """The inputs that any of them reads in a settle."""
         exprs = [expr for policy in self.policies for expr in expressions(policy)]
         return frozenset(part.name for expr in exprs for part in parts_of(expr, Input))
 
     @property
     def by_vectors(self) -> bool:
-        """Whether attention has to follow from queries and keys; also where tokens leave before they could be given any."""
+        """Whether queries and keys must determine attention, also because tokens are evicted before attention is given."""
         selects = any(policy.select is not None for policy in self.policies)
         early = any(policy.prefill_block is not None or policy.cap == "hard" for policy in self.policies)
         return selects or early or self.group > 1 or bool(self.reads & {"q", "logit"})
 
     @cached_property
     def vectors(self) -> tuple[str, ...]:
-        """Which vectors matter."""
+        """The vectors that matter."""
         if self.by_vectors:
             return ("query", "key", "value")
         return tuple(name for name, short in (("key", "k"), ("value", "v")) if short in self.reads)
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """The layers, counted from 0, of how many, in which the policies may do different things."""
+        """The (layer, number of layers) in which the policies may differ."""
         ranged = any(policy.layers is not None for policy in self.policies)
         ranged |= any((policy.select.low or policy.select.high) is not None for policy in self.policies if policy.select)
         counted = any(reads(expr, "layer", "layers") for policy in self.policies for expr in everywhere(policy))
@@ -88,19 +88,19 @@ class Form:
             attend = np.array([[_attention(random, token + 1, count) for token in range(count)] for _ in range(self.heads)])
         query = random.integers(-2, 3, (self.heads, count, self.group, DIMS)).astype(float)
         key, value = random.integers(-2, 3, (2, self.heads, count, DIMS)).astype(float)
-        told = {one.name: one for policy in self.policies for one in policy.given if one.source != "turn"}
-        given = {name: self._given(one, random, count) for name, one in told.items()}
+        by_name = {one.name: one for policy in self.policies for one in policy.given if one.source != "turn"}
+        given = {name: self._given(one, random, count) for name, one in by_name.items()}
         return Drawn(prompt, attend, query, key, value, given)
 
     def _given(self, given: Given, random: np.random.Generator, count: int) -> Array:
-        """Draw what the caller gives with so many tokens: tenths for each KV head, or whether they lie in a span."""
+        """Draw the caller's values of so many tokens: tenths per KV head, or whether they lie in a span."""
         if given.source == "spans":
             return np.tile(random.integers(0, 2, count).astype(float), (self.heads, 1))
         return random.integers(0, 10, (self.heads, count)) / 10
 
 
 def _attention(random: np.random.Generator, there: int, count: int) -> Array:
-    """What a token gives to as many as are there, in tenths, or in hundredths to more than can have a tenth each: [count]."""
+    """Draw a token's attention to `there` tokens, in tenths, or in hundredths for more than ten: [count]."""
     parts = 10 if there <= 10 else 100
     shares = random.multinomial(parts, random.dirichlet(np.ones(there)))
     return np.pad(shares / parts, (0, count - there))

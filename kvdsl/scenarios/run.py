@@ -1,4 +1,4 @@
-"""Runs tests on the reference interpreter."""
+"""Run tests on the reference interpreter."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kvdsl.syntax import nodes as syn
 from kvdsl.tensorfile import check_sizes
 
 TOLERANCE = 1e-6
-"""How far a number may lie from what is expected, absolutely and relative to it."""
+"""The tolerance of comparisons, absolute and relative."""
 _LONG = 2.0**20
-"""Tokens of a prompt that is longer than budgets are."""
+"""The length of a prompt longer than any budget."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went otherwise than expected.
+    """A failed expectation.
 
     Attributes:
         span: the step.
-        message: `evicted: expected 1, found 2`.
-        state: what the policy went by, as the lines of a table.
+        message: such as `evicted: expected 1, found 2`.
+        state: the policy's values, as the lines of a table.
     """
 
     span: Span
@@ -46,20 +46,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test went."""
+    """The result of a test."""
 
     scenario: Scenario
     failures: tuple[Failure, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether all was as expected."""
+        """Whether the test has no failures."""
         return not self.failures
 
 
 def run_scenario(scenario: Scenario) -> Outcome:
-    """Runs one test."""
-    if scenario.policy is None:  # the checker has seen that it is refused as expected
+    """Run one test."""
+    if scenario.policy is None:  # refused as expected, which the checker has seen
         return Outcome(scenario, tuple(_unreached(scenario.test.steps)))
     failures: list[Failure] = []
     try:
@@ -70,14 +70,14 @@ def run_scenario(scenario: Scenario) -> Outcome:
 
 
 def _unreached(steps: Sequence[syn.Step]) -> Iterator[Failure]:
-    """What is expected of a policy that is refused before it comes to that."""
+    """Yield a failure for each expectation after a refusal."""
     for step in steps:
         if isinstance(step, syn.Expect) and step.what != "error":
-            yield Failure(step.span, "nothing can be expected here: the policy is refused before")
+            yield Failure(step.span, "nothing can be expected here: the policy was refused earlier")
 
 
 class _StopError(Exception):
-    """The test cannot go on."""
+    """The test cannot continue."""
 
     def __init__(self, span: Span, message: str) -> None:
         self.failure = Failure(span, message)
@@ -90,7 +90,7 @@ class _RefusedError(_StopError):
 
 @dataclass
 class _Run:
-    """A run of one test. `last` is what the last tokens did to each KV head."""
+    """A run of one test. `last` is the last forward's step of each KV head."""
 
     scenario: Scenario
     policy: Policy
@@ -110,7 +110,7 @@ class _Run:
         )  # fmt: skip
 
     def _tensors(self) -> dict[str, Array]:
-        """What the policy's tensors hold."""
+        """Return the contents of the policy's tensors."""
         scenario = self.scenario
         sizes = {"layers": scenario.layers, "heads": scenario.heads, "group": scenario.group, "dims": scenario.key_dim}
         found = {}
@@ -124,7 +124,7 @@ class _Run:
         return found
 
     def steps(self) -> None:
-        """Takes the test's steps."""
+        """Run the test's steps."""
         expected = self.scenario.test.expected_error
         try:
             self._take()
@@ -136,7 +136,7 @@ class _Run:
             self.failures += _unreached(self.scenario.test.steps[self.taken :])
             return
         if expected is not None:
-            raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` takes this")
+            raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` accepts this")
 
     def _take(self) -> None:
         if not self.scenario.test.texts:
@@ -174,15 +174,15 @@ class _Run:
         self.last = layer.observe_rows(self.heads, rows, k, v, given)
 
     def _incoming(self, token: syn.Incoming) -> None:
-        """A token that comes alone; the very first is a prompt."""
+        """Run a single token; the very first is a prompt."""
         if self.text.is_prompt(1):
             self._prompt(syn.Prompt(token.span, (replace(token, times=1),)))
         else:
             self._token(token)
 
     def _token(self, token: syn.Incoming) -> None:
-        if self.heads[0].seen == 1 and self._has_a_rate():
-            message = f"`budget` of {self.policy.name} is a ratio of the prompt, and one token has come as the prompt"
+        if self.heads[0].seen == 1 and self._has_a_ratio():
+            message = f"`budget` of {self.policy.name} is a ratio of the prompt, but the prompt is a single token"
             raise _RefusedError(token.span, message)
         k, v, given = self._vectors(token, "key"), self._vectors(token, "value"), self._given([token])
         if _brought(token, "attend") is None:
@@ -191,8 +191,8 @@ class _Run:
         rows = self._attention(token, [head.live + 1 for head in self.heads])
         self.last = self.text.decoding.observe_row(self.heads, rows, k, v, given)
 
-    def _has_a_rate(self) -> bool:
-        """Whether the budget is a share of the prompt, which a cache refuses where the text comes token by token."""
+    def _has_a_ratio(self) -> bool:
+        """Return whether the budget is a ratio of the prompt, which a cache refuses if the text arrives token by token."""
         defaults = {param.name: param.default for param in self.policy.params}
         if "budget" not in defaults:
             return False
@@ -201,7 +201,7 @@ class _Run:
         return short is not None and long is not None and short <= 1 < long
 
     def _layer_of_prompt(self, tokens: int) -> Layer:
-        """The layer as it takes in a prompt of so many tokens."""
+        """Return the layer for a prompt of so many tokens."""
         try:
             layer = self.text.prompt(tokens)
         except ValueError as error:
@@ -210,7 +210,7 @@ class _Run:
         return layer
 
     def _check_without_tokens(self) -> None:
-        """Refuse what a cache refuses whatever the prompt: the shortest, and a very long one."""
+        """Refuse what a cache refuses for every prompt: try the shortest and a very long one."""
         layers = [self._without_tokens().prompt(tokens) for tokens in (1, int(_LONG))]
         found = [refusal(self.policy, layer, self.scenario.key_dim) for layer in layers]
         if found[0] is not None and found[1] is not None:
@@ -222,7 +222,7 @@ class _Run:
             raise _RefusedError(self.scenario.test.title.span, found)
 
     def _attention(self, token: syn.Incoming, there: list[int], ahead: int = 0) -> list[Array]:
-        """What the token pays in each KV head to the tokens that are there: [there] each; of a prompt `ahead` came with it."""
+        """Return the token's attention in each KV head, [there] each; `ahead` tokens of the same prompt came before it."""
         brought = _brought(token, "attend")
         assert brought is not None
         rows = []
@@ -237,21 +237,21 @@ class _Run:
         return rows
 
     def _queries(self, token: syn.Incoming) -> Array:
-        """The token's query vectors, [heads, group, D]; zeros if none are given."""
+        """Return the token's query vectors, [heads, group, D]; zeros by default."""
         brought, scenario = _brought(token, "query"), self.scenario
         if brought is None:
             return np.zeros((scenario.heads, scenario.group, scenario.key_dim))
         return np.array([[row.values for row in of_head(brought.heads, head)] for head in range(scenario.heads)])
 
     def _vectors(self, token: syn.Incoming, kind: str) -> Array:
-        """The token's keys or values, [heads, D]; zeros if none are given."""
+        """Return the token's keys or values, [heads, D]; zeros by default."""
         brought, scenario = _brought(token, kind), self.scenario
         if brought is None:
             return np.zeros((scenario.heads, scenario.key_dim if kind == "key" else scenario.value_dim))
         return np.array([of_head(brought.heads, head)[0].values for head in range(scenario.heads)])
 
     def _given(self, tokens: list[syn.Incoming]) -> dict[str, Array]:
-        """Return what comes with the tokens, [heads, tokens] by name: the default where a token brings nothing."""
+        """Return the given values of tokens, [heads, tokens] by name, with defaults for missing ones."""
         heads = range(self.scenario.heads)
         given = {"turn": np.full((len(heads), len(tokens)), float(self.text.turns))}
         for one in self.policy.given:
@@ -324,7 +324,7 @@ def _brought(token: syn.Incoming, kind: str) -> syn.Brought | None:
 
 
 def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
-    """Why a cache would refuse a layer's numbers, which only the prompt and the vectors make known."""
+    """Return why a cache would refuse a layer's numbers, once prompt and vectors are known; None if it would not."""
     found = (_refusal(policy, machine.numbers, key_dim) for machine in layer.machines)
     return next((text for text in found if text is not None), None)
 
@@ -337,7 +337,7 @@ def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
         return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
     if numbers.takes_over:
         chooser = numbers.chooser
-        return f"layer {numbers.layer} attends to what layer {chooser} chooses, and a test runs one layer: `set layer = {chooser}`"
+        return f"layer {numbers.layer} uses the selection of layer {chooser}, but a test runs one layer: `set layer = {chooser}`"
     return None
 
 

@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A test whose steps make sense for its policy.
+    """A test that its policy can run.
 
     Attributes:
-        test: what the file says.
-        policy: the policy with the values that the test sets, on state columns; None: it is refused, as the test expects.
-        layer, layers: which layer it is, counted from 0, and of how many.
-        heads: how many KV heads there are.
-        group: how many query heads each of them has.
+        test: the syntax.
+        policy: the policy with the test's settings, on state columns; None if it is refused, as the test expects.
+        layer, layers: the layer, counted from 0, and the number of layers.
+        heads: the number of KV heads.
+        group: the number of query heads of each.
         key_dim, value_dim: the sizes of keys and values; 1, and every number 0, if the test gives none.
     """
 
@@ -36,10 +36,10 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """What the test is called."""
+        """The test's title."""
         return self.test.title.text
 
 
 def of_head(brought: Sequence[T], head: int) -> T:
-    """What is brought for a KV head; what is brought once holds for all."""
+    """Return a KV head's part; a single part holds for all heads."""
     return brought[head if len(brought) > 1 else 0]

@@ -1,4 +1,4 @@
-"""What a policy went by, in words and as a table."""
+"""A policy's decision, in words and as a table."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _TOKENS_A_LINE = 16
 
 
 def positions_in_words(positions: Iterable[float]) -> str:
-    """`0, 2, 3`; `nothing` if there are none."""
+    """Print positions, such as `0, 2, 3`, or `nothing`."""
     return ", ".join(str(int(position)) for position in positions) or "nothing"
 
 
 def numbers_in_words(values: Iterable[float]) -> str:
-    """`0.4, nan`, as a test would say it."""
+    """Print numbers as in a test, such as `0.4, nan`."""
     return ", ".join(f"{value:.7g}" for value in values) or "nothing"
 
 
 def table(policy: Policy, step: Step) -> tuple[str, ...]:
-    """The tokens before any of them left, in the order of the text, and what the policy knew of each."""
+    """Print the tokens before the eviction, in the order of the text, with the policy's values of each."""
     lines = list(_lines(policy, step))
     names = max(len(name) for name, _ in lines)
     shown: list[str] = []
@@ -38,13 +38,13 @@ def table(policy: Policy, step: Step) -> tuple[str, ...]:
 
 
 def _parts(slots: Indices) -> Iterator[list[int]]:
-    """So few slots at a time that a line holds them."""
+    """Yield slots in groups that fit a line."""
     for start in range(0, len(slots), _TOKENS_A_LINE):
         yield [int(slot) for slot in slots[start : start + _TOKENS_A_LINE]]
 
 
 def _lines(policy: Policy, step: Step) -> Iterator[tuple[str, list[str]]]:
-    """Each line's name, and a cell for each slot."""
+    """Yield each line's name, with a cell per slot."""
     yield "position", [str(position) for position in step.position]
     if step.attn.size:
         yield "attn", [f"{value:.4g}" for value in step.attn]

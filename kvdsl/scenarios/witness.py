@@ -1,6 +1,6 @@
-"""Find a text on which two policies keep, or attend to, different tokens, by running both on the reference interpreter.
+"""Find a text on which two policies keep or select different tokens, by running both on the reference interpreter.
 
-Texts begin small: a few tokens, a small budget, numbers with one digit. So what is found can be followed by hand.
+Texts start small, with a few tokens, a small budget and one-digit numbers, so that a person can follow them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kvdsl.scenarios.draw import DIMS, Drawn, Form
 from kvdsl.scenarios.run import refusal
 
 Variant = Callable[[Mapping[str, str]], Policy | None]
-"""A policy with some of its params set, those passed over that it does not have; None if it is refused then."""
+"""Returns a policy with params set, ignoring those it does not have; None if it is refused."""
 
 NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 34, 40)
-"""The budgets that are tried."""
+"""The budgets to try."""
 LONGEST = 2048
-"""The largest that is tried where the user has set one."""
+"""The largest budget to try if the user has set one."""
 TEXTS = 6
-"""How many texts are tried with each choice of params and layer."""
+"""The number of texts to try with each choice of params and layer."""
 LARGE = 4
-"""A param above this is tried with smaller values."""
+"""Params above this are also tried with smaller values."""
 
 Kept = tuple[tuple[int, ...], ...]
-"""Positions, for each KV head."""
+"""Positions per KV head."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Witness:
     """A text that tells two policies apart.
 
     Attributes:
-        policies: both, with the params that were set.
-        settings: these params, as both are run with them.
-        layer, layers: in which layer, counted from 0, of how many.
-        text: what comes in; only the first `tokens` of it matter.
-        rows: what each of these gives to the tokens that are there and, last, to itself, for each head; empty where vectors say it.
-        vectors: which of the text's vectors matter.
+        policies: both, with params set.
+        settings: these params.
+        layer, layers: the layer, counted from 0, and the number of layers.
+        text: the input, where only the first `tokens` matter.
+        rows: each token's attention to the live tokens and, last, itself, per head; empty if vectors determine it.
+        vectors: the text's vectors that matter.
         what: `kept` or `selected`.
-        found: the positions kept or selected in each policy.
+        found: the positions kept or selected by each policy.
     """
 
     policies: tuple[Policy, Policy]
@@ -66,7 +66,7 @@ class Witness:
 
 @dataclass(frozen=True)
 class Search:
-    """What came of looking for a witness: one, or None after so many texts were tried; `why_not` says why none was."""
+    """The result of a search: a witness, or None after `tried` texts; `why_not` explains why none was tried."""
 
     witness: Witness | None
     tried: int
@@ -74,18 +74,18 @@ class Search:
 
 
 def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str] = NOTHING_SET) -> Search:
-    """Looks for the first text, from small to large, that tells them apart.
+    """Search for the first text, from small to large, that tells two policies apart.
 
-    None is tried of a policy that reads tensors of files, which have the sizes of a model, or whose layers share a budget.
+    Not for policies that read tensors of files, which have a model's sizes, or whose layers share a budget.
 
     Args:
-        fixed: values of params that the user has set: they go before those that are tried.
+        fixed: values of params that the user has set; they take precedence.
     """
     whole = [policy for one in (a, b) if (policy := one(fixed)) is not None]
     if any(policy.tensors for policy in whole):
-        return Search(None, 0, "tensors of files have the sizes of a model, not of small texts")
+        return Search(None, 0, "tensors of files have a model's sizes, not those of small texts")
     if any(policy.across_layers is not None for policy in whole):
-        return Search(None, 0, "layers that share a budget are several, and a test has one")
+        return Search(None, 0, "layers that share a budget need several layers, and a test has one")
     form, random, tried = Form(whole), np.random.default_rng(seed), 0
     for size, tried_out in _choices(whole, fixed):
         settings = tried_out | {name: value.removeprefix("+") for name, value in fixed.items()}
@@ -102,11 +102,11 @@ def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str]
                 tokens, what, kept = found
                 vectors, rows = form.vectors, runs[0].rows[:tokens]
                 return Search(Witness(pair, settings, layer, layers, text, tokens, rows, vectors, what, kept), tried)
-    return Search(None, tried, "" if tried else "what they protect, or their budgets, fit no small text")
+    return Search(None, tried, "" if tried else "their protected tokens or budgets fit no small text")
 
 
 def _choices(policies: list[Policy], fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Sizes, and values of params that go with them: small budgets first, with each of them large params made small, then as they are.
+    """Yield sizes with matching values of params: small budgets first, with large params made small, then as they are.
 
     Texts of the largest size are as long as a budget that the user has set.
     """
@@ -114,7 +114,7 @@ def _choices(policies: list[Policy], fixed: Mapping[str, str]) -> Iterator[tuple
     defaults: dict[str, list[str]] = {}
     for param in params:
         defaults.setdefault(param.name, []).append(param.default.model_dump_json())
-    # Where the two give a param different defaults, that may be all that is different.
+    # Different defaults of a param may be the only difference.
     large = [name for name in dict.fromkeys(one.name for one in params if _is_large(one)) if len(set(defaults[name])) == 1]
     shared = [name for name in large if len(defaults[name]) == len(policies)]
     seen: list[tuple[int, dict[str, str]]] = []
@@ -128,7 +128,7 @@ def _choices(policies: list[Policy], fixed: Mapping[str, str]) -> Iterator[tuple
 
 
 def _beyond(budget: str | None) -> Iterator[int]:
-    """A budget that is larger than the sizes, if it is a number of tokens."""
+    """Yield a budget larger than the sizes, if it is a number of tokens."""
     tokens = float(budget or 0)
     if SIZES[-1] < tokens <= LONGEST and tokens.is_integer():
         yield int(tokens)
@@ -139,7 +139,7 @@ def _is_large(param: Param) -> bool:
 
 
 class _Run:
-    """A policy on a text. `rows` holds, of each token that came in, what it gave to the slots of each head and to itself."""
+    """A policy on a text. `rows` has, for each token, its attention to the slots of each head and itself."""
 
     def __init__(self, policy: Policy, text: Drawn, form: Form, layer: int, layers: int) -> None:
         self.policy, self.text = policy, text
@@ -148,7 +148,7 @@ class _Run:
         self.rows: list[list[Array]] = []
 
     def steps(self) -> Iterator[int]:
-        """Takes the prompt, then token by token; says how many have come in. Ends at once where a cache would refuse the numbers."""
+        """Run the prompt, then token by token; yield the number of tokens. Ends at once if a cache would refuse the numbers."""
         if self._prompt():
             yield self.text.prompt
             for token in range(self.text.prompt, self.text.tokens):
@@ -183,17 +183,17 @@ class _Run:
 
     @property
     def kept(self) -> Kept:
-        """The positions of what is cached."""
+        """The positions of cached tokens."""
         return tuple(_sorted(head.position) for head in self.state.heads)
 
     @property
     def selected(self) -> Kept:
-        """The positions that the last token chose."""
+        """The positions that the last token selected."""
         return tuple(_sorted(step.picked) for step in self.last)
 
 
 def _among(row: Array, there: Indices, token: int) -> Array:
-    """What a token gives to those that are there and, last, to itself, which gets what the text meant for those that have left."""
+    """Return a token's attention to the live tokens and, last, itself, which also gets the share of evicted tokens."""
     given = row[there]
     return np.array([*given, round(1 - float(given.sum()), 2)])
 
@@ -203,7 +203,7 @@ def _sorted(positions: Indices) -> tuple[int, ...]:
 
 
 def _compare(a: _Run, b: _Run) -> tuple[int, str, tuple[Kept, Kept]] | None:
-    """Return after how many tokens the two policies differ, in what, and how; None if they never do."""
+    """Return the number of tokens after which the policies differ, in what, and how; None if they never do."""
     selects = a.policy.select is not None or b.policy.select is not None
     for tokens, _ in zip(a.steps(), b.steps(), strict=False):
         if selects and tokens > a.text.prompt and a.selected != b.selected:

@@ -1,4 +1,4 @@
-"""A text that tells two policies apart, written as a test in the language: one of the two passes it, the other fails."""
+"""Write a text that tells two policies apart as a test in the language, which one passes and the other fails."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvdsl.scenarios.witness import Kept, Witness
 
 
 def passing(found: Witness) -> int:
-    """Which of the two passes: the first, unless it cannot be asked what it attends to."""
+    """Return which policy passes: the first, unless a test cannot expect its selection."""
     return int(found.what == "selected" and found.policies[0].select is None)
 
 
 def as_test(found: Witness, names: tuple[str, str]) -> str:
-    """The test.
+    """Return the test.
 
     Args:
         names: the names under which the policies are compared; their files may use the same name.
@@ -40,7 +40,7 @@ def _steps(found: Witness, other: str) -> Iterator[str]:
 
 
 def _token(found: Witness, token: int) -> str:
-    """`attend 0.5, 0.5 value 1, 0`, or `token query 1, 0 key 0, 1`."""
+    """Write a token, such as `attend 0.5, 0.5 value 1, 0` or `token query 1, 0 key 0, 1`."""
     words = [f"attend {_heads(_row(row) for row in found.rows[token])}"] if found.rows else ["token"]
     for name in found.vectors:
         vectors = getattr(found.text, name)[:, token]
@@ -66,7 +66,7 @@ def _places(kept: Kept) -> str:
 
 
 def _runs(positions: Iterable[int]) -> Iterator[str]:
-    """`0`, `4..9`: positions that follow each other, as one."""
+    """Yield positions, consecutive ones as a range: `0`, `4..9`."""
     for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]):
         first, *more = (position for _, position in run)
         yield f"{first}..{more[-1]}" if len(more) > 1 else ", ".join(map(str, (first, *more)))

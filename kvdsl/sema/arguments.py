@@ -1,4 +1,4 @@
-"""Matching the arguments of a call with what a function takes."""
+"""Match the arguments of a call with a function's parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
 _SHOWN = 8
-"""How many names a message lists."""
+"""The most names that a message lists."""
 
 
 def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], report: Report) -> dict[str, syn.Expr] | None:
-    """What a call gives by parameter, those left out with a default not among them; None after a report."""
+    """Map parameter names to the arguments given for them; defaults are not filled in. None after a report."""
     function = node.function.text
     names = {parameter.name.text: parameter.default is None for parameter in parameters}
     places = list(names)
@@ -71,16 +71,16 @@ EXAMPLES = {
     "count": "count()",
     "random": "random()",
 }
-"""How a built-in function may be called: for helps, which put it in place of a call that has no meaning."""
+"""An example call of each built-in function, for help texts."""
 
 
 def example(function: str, more: str = "", *, at: Span | None = None) -> str:
-    """A help that shows how a built-in function is called."""
+    """Return a help with an example call of a built-in function."""
     return offer(f"for example `{EXAMPLES[function]}`", more, at=at)
 
 
 def how_to_call(node: syn.Call) -> str:
-    """A help for a reduction or a pool that is called with what it does not take: axes have names, and a width is a number."""
+    """Return a help for a reduction or pool with wrong arguments, such as an axis as a number."""
     name = node.function.text
     if not node.arguments:
         return example(name)
@@ -112,7 +112,7 @@ _AXIS = ("axis", "dim", "dims", "over", "axes")
 
 
 def _axis(argument: syn.Argument) -> str | None:
-    """The axis that an argument names: `queries`, or `over=queries`."""
+    """Return the axis that an argument names, as in `queries` or `over=queries`."""
     if not isinstance(argument.value, syn.Name) or (argument.keyword is not None and argument.keyword.text not in _AXIS):
         return None
     word = argument.value.name
@@ -123,13 +123,13 @@ PLAIN_AXES = ("queries", "slots", "dims", "heads")
 
 
 def takes(function: str, counts: str, count: int) -> str:
-    """How many arguments a function takes, and how many there are."""
+    """Return a message with the number of arguments expected and given."""
     wants = f"{counts} argument{'' if counts == '1' else 's'}"
     return f"`{function}` takes {wants}, but {count} {'is' if count == 1 else 'are'} given"
 
 
 def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], report: Report) -> None:
-    """Reports an argument by a name that the function does not know."""
+    """Report an argument with an unknown name."""
     help = did_you_mean(keyword.text, names)
     if help is None and names:
         help = f"its argument{' is' if len(names) == 1 else 's are'} {listed(names[:_SHOWN], 'and')}"
@@ -137,14 +137,14 @@ def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], 
 
 
 def over_without_reduction(function: str, ranges: Span, report: Report) -> None:
-    """Reports an `over`, `where` or `by` in a call that reduces nothing."""
+    """Report an `over`, `where` or `by` in a call that is not a reduction."""
     word = ranges.text.split()[0]
     message = f"`{function}` is not a reduction of one value, so `{word}` has no meaning here"
     report(codes.ARGUMENTS, ranges, message, without_ranges(ranges, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}"))
 
 
 def without_ranges(ranges: Span, text: str = "leave it out") -> Help:
-    """A help whose edit leaves out an `over`, `where` or `by`."""
+    """Return a help whose edit removes an `over`, `where` or `by`."""
     place, title = ranges.file.span(ranges.start - 1, ranges.end), f"leave out `{ranges.quoted()}`"
     return Help(text, lambda span: Fix(place, "", title))
 

@@ -1,4 +1,4 @@
-"""Checks a flat policy and makes the IR of it."""
+"""Check a flat policy and build its IR."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvdsl.sema.settings import Setting
 from kvdsl.sema.statements import COUNTS, Parts, Statements
 from kvdsl.sema.statics import Statics
 from kvdsl.sema.tensors import check_tensor
-from kvdsl.sema.values import Value, told
+from kvdsl.sema.values import Value, per_token
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
 
 
 @dataclass
 class Checker:
-    """Checks one policy."""
+    """Checker of one policy."""
 
     flat: FlatPolicy
     prelude: Scope
@@ -48,7 +48,7 @@ class Checker:
         self.own: dict[str, Definition] = {}
 
     def check(self) -> ir.Policy | None:
-        """The policy's IR, or None after reports."""
+        """Return the policy's IR, or None after reports."""
         self._define()
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
@@ -58,7 +58,7 @@ class Checker:
         self._unused(read)
         if not self.sink.failed():
             self._statics(parts)
-        check_stem(self.flat.module.file, self.sink)  # last, so that all else that is wrong is said, too
+        check_stem(self.flat.module.file, self.sink)  # last, so that it hides no other error
         if self.sink.failed():
             return None
         return self._policy(parts, read)
@@ -66,7 +66,7 @@ class Checker:
     # -- names -------------------------------------------------------------------------------------------------------
 
     def _define(self) -> None:
-        """Makes the policy's own names known. `budget` is not one of them: it means the tokens kept, not the param."""
+        """Define the policy's own names, except `budget`: in expressions it means the tokens kept, not the param."""
         for name, placed in self.flat.names.items():
             if isinstance(placed.statement, syn.Let):
                 self._own(name, LetName(placed.statement, self.scopes[placed.level]), placed.since)
@@ -81,14 +81,14 @@ class Checker:
             self._own(name, Bound(None), 0)
 
     def _own(self, name: str, definition: Definition, since: int) -> None:
-        """Makes a name known from the policy on that defined it first; in inherited statements only if it meant nothing there."""
+        """Define a name for the level that introduced it and later ones; earlier levels see it only if they have no such name."""
         self.own[name] = definition
         for level, scope in enumerate(self.scopes):
             if level >= since or scope.find(name) is None:
                 scope.names[name] = definition
 
     def _given(self, statement: syn.Given, placed: Placed) -> Definition:
-        """A span, or a value from the caller, whose default is a constant."""
+        """Define a span, or a value from the caller whose default is a constant."""
         if statement.source is not None:
             return GivenName(ir.Given(name=statement.name.text, default=0, source="spans"))
         default = None
@@ -111,7 +111,7 @@ class Checker:
 
     @property
     def scope(self) -> Scope:
-        """What a name means in the policy's own statements, those that are not inherited."""
+        """The scope of the policy's own statements, as opposed to inherited ones."""
         return self.scopes[-1]
 
     def _tensors(self) -> list[ir.Tensor]:
@@ -126,7 +126,7 @@ class Checker:
     # -- the policy as a whole ---------------------------------------------------------------------------------------
 
     def _read(self, parts: Parts) -> set[str]:
-        """The params, tensors and given values that statements read, and the params that the defaults of such read."""
+        """Collect the params, tensors and given values that statements read, directly or through the defaults of params."""
         read: set[str] = set()
         exprs = [part.expr for part in parts]
         while exprs:
@@ -141,7 +141,7 @@ class Checker:
         return read
 
     def _unused(self, read: set[str]) -> None:
-        """Checks the lets that no statement uses, and warns of them and of params, tensors and given values that nothing reads."""
+        """Check lets that no statement uses; warn of them and of unread params, tensors and given values."""
         outer = self.scope.outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
         lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
@@ -160,11 +160,11 @@ class Checker:
                 self.sink.report(codes.UNKNOWN_SETTING, self.settings[word.text].span, message, help)
 
     def _is_dropped(self, name: str, read: set[str]) -> bool:
-        """Whether a param is inherited and nothing reads it any more: then it is none of this policy's."""
+        """Return whether a param is inherited and no longer read; the policy then does not have it."""
         return name not in read and self.flat.names[name].module is not self.flat.module
 
     def _statics(self, parts: Parts) -> None:
-        """Checks what is known of the policy's numbers with the params at their defaults."""
+        """Check what follows from the policy's numbers with the params at their defaults."""
         defaults = {name: param.ir.default for name, param in self.params.checked.items()}
         statics = Statics(self.sink, defaults, newest=int(self._edition(parts) == 1))
         statics.check_budget(parts.exprs.get("budget"))
@@ -181,9 +181,9 @@ class Checker:
             statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
 
     def _edition(self, parts: Parts) -> int | None:
-        """The edition that says how tokens are kept: of the file that first had a budget or a selection; None where there is neither.
+        """Return the edition of the file that first defined a budget or selection; None without either.
 
-        In edition 1 the newest token stays without a `keep last`, and what any `keep` protects leaves alike.
+        In edition 1 the newest token stays without a `keep last`, and all kinds of `keep` yield alike.
         """
         placed = [self.flat.settings[keyword][0].level for keyword in ("budget", "select") if keyword in self.flat.settings]
         if "budget" in self.flat.names and parts.expr("budget") is not None:
@@ -191,7 +191,7 @@ class Checker:
         return self.flat.modules[min(placed)].edition if placed else None
 
     def _select(self, parts: Parts, keeps: list[ir.Keep]) -> Any:
-        """The `select` statement, if there is one, with the layers that choose for those above; `select where c` counts c."""
+        """Build the `select` statement with its choosing layers. `select where c` counts the slots where c holds."""
         found = _built(ir.Select, "select", parts)
         if found is None:
             return None
@@ -220,7 +220,7 @@ class Checker:
             doc=_docstring(self.flat.syntax),
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
-            given=self._told(read),
+            given=self._per_token(read),
             keeps=tuple(keeps),
             ends_last=edition != 1 and parts.expr("budget") is not None and is_mixed(keeps),
             select=self._select(parts, keeps),
@@ -231,14 +231,14 @@ class Checker:
             **words,
         )
 
-    def _told(self, read: set[str]) -> tuple[ir.Given, ...]:
-        """What the cache is told of each token, of what is read: what the policy declares, and inputs."""
+    def _per_token(self, read: set[str]) -> tuple[ir.Given, ...]:
+        """Return the per-token values that are read: declared ones, then inputs."""
         own = [one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read]
-        return (*own, *(told(name) for name, row in INPUTS.items() if row.told and name in read))
+        return (*own, *(per_token(name) for name, row in INPUTS.items() if row.per_token and name in read))
 
 
 def _docstring(policy: syn.Policy) -> str:
-    """What the policy says of itself; of one that is another with a few clauses, without a string, that."""
+    """Return the policy's docstring, or for a clause-only policy a description of its clauses."""
     if policy.doc is not None:
         return clean_docstring(policy.doc.text)
     if policy.parent is None or not policy.clauses:
@@ -247,7 +247,7 @@ def _docstring(policy: syn.Policy) -> str:
 
 
 def _held(condition: ir.Expr, keeps: list[ir.Keep]) -> ir.Expr:
-    """For how many tokens a condition holds, or a `keep first` or `keep last` does: these are always selected, and count."""
+    """Count the slots that a condition, `keep first` or `keep last` selects: those two are always selected."""
     for keep in keeps:
         if keep.scope in ("first", "last") and keep.count is not None:
             place = ir.Input(name="position" if keep.scope == "first" else "age")
@@ -257,13 +257,13 @@ def _held(condition: ir.Expr, keeps: list[ir.Keep]) -> ir.Expr:
 
 
 def _built(node: type[Any], keyword: str, parts: Parts) -> Any:
-    """The part of the IR that a statement's expressions make up; None if it has none."""
+    """Build the IR node of a statement from its expressions; None without any."""
     fields = {name: parts.expr(f"{keyword}.{name}") for name in node.model_fields if f"{keyword}.{name}" in parts.exprs}
     return node(**fields) if fields else None
 
 
 def clean_docstring(text: str) -> str:
-    """A docstring without the indentation that its place in the file gives it."""
+    """Remove the indentation of a docstring's lines."""
     first, *rest = text.strip().split("\n")
     margin = min((len(line) - len(line.lstrip()) for line in rest if line.strip()), default=0)
     return "\n".join([first.rstrip(), *(line[margin:].rstrip() for line in rest)])

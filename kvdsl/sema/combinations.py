@@ -1,6 +1,6 @@
-"""How the statements of a policy go together: what is missing, what contradicts, what would never be read.
+"""Check a policy's statements against each other: missing, contradictory and unread ones.
 
-What is missing is reported only where it cannot be among what has an error.
+A statement counts as missing only if no statement with a syntax error could be it.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _OF_ALL_HEADS = (
     "across",
     "across_layers.floor",
 )
-"""Numbers of the IR that the KV heads of a layer have in common."""
+"""Numbers of the IR that all KV heads of a layer share."""
 
 _SAID_BY = {"victims": "score", "prefill": "when"}
-"""Statements that say what one of edition 1 said: `score mean(x over heads)`, `when prefill every 512`."""
+"""Statements of edition 1, and those that express them now: `score mean(x over heads)`, `when prefill every 512`."""
 
 _OF_A_QUERY = ("select.by", "select.measured", "select.weight")
-"""What a query that selects finds, before it attends."""
+"""Expressions that a query evaluates before it attends."""
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
 
 
 @dataclass
 class Said:
-    """The statements of a policy, and how what is wrong with them is said."""
+    """A policy's statements, with helpers for reports."""
 
     flat: FlatPolicy
     parts: Parts
@@ -67,7 +67,7 @@ class Said:
         return keyword in self.flat.settings
 
     def _lacks(self, *keywords: str) -> bool:
-        """Whether the policy certainly has none of these statements."""
+        """Return whether the policy certainly has none of these statements."""
         return not self.flat.broken & {ANYTHING, A_STATEMENT, *keywords} and not any(map(self._has, keywords))
 
     def _span(self, keyword: str) -> Span:
@@ -75,30 +75,30 @@ class Said:
         return self.flat.settings[said][-1].statement.span
 
     def _refuse(self, code: Code, keyword: str, message: str, help: str | None, other: str | None = None) -> None:
-        """Reports a statement, and shows the other one that it does not go with."""
+        """Report a statement, with a label on the one that it contradicts."""
         labels = [] if other is None else [Label(self._span(other), "because of this")]
         self.sink.report(code, self._span(keyword), message, help, labels)
 
     def _without(self, text: str, *places: str | tuple[str, str]) -> Help:
-        """A help that leaves out a statement, or a part of one: its keyword, and what the part begins with."""
+        """Return a help that removes statements, or parts of them given as (keyword, first words)."""
         spans = [self._span(place) if isinstance(place, str) else self._clause(*place) for place in places]
         return leave_out(text, *spans)
 
     def _clause(self, keyword: str, words: str) -> Span:
-        """The part of a statement that begins with these words, up to the next one."""
+        """Return the part of a statement from these words to the next `across`."""
         span = self._span(keyword)
         pattern = r"\s+".join(map(re.escape, words.split())) + r".*?(?=\s+across\b|$)"
         at = re.search(pattern, span.text, re.DOTALL)
         return span if at is None else span.file.span(span.start + at.start(), span.start + at.end())
 
     def _prefill(self) -> Help:
-        """A help that has the policy evict behind prompts only."""
+        """Return a help that adds `when prefill`."""
         if self._has("when"):
             return instead("add `when prefill`", "when prefill", self._span("when"))
         return add("add `when prefill`")
 
     def _compact(self) -> Help:
-        """A help that has the positions counted in the cache."""
+        """Return a help that adds `positions compact`."""
         if self._has("positions"):
             return instead("add `positions compact`", "positions compact", self._span("positions"))
         return add("add `positions compact`")
@@ -106,11 +106,11 @@ class Said:
 
 @dataclass
 class Combinations(Said):
-    """Checks a policy's statements against each other.
+    """Check a policy's statements against each other.
 
     Attributes:
-        tensors: those of the policy.
-        inside: the numbers inside of expressions: of how many queries, how many neighbours.
+        tensors: the policy's tensors.
+        inside: numbers inside expressions, such as a count of queries or neighbours.
     """
 
     params: Params
@@ -118,7 +118,7 @@ class Combinations(Said):
     inside: Sequence[Part] = ()
 
     def check(self) -> None:
-        """Checks them all."""
+        """Run all checks."""
         self._budget()
         self._measured()
         self._text()
@@ -137,7 +137,7 @@ class Combinations(Said):
     # -- budget and score --------------------------------------------------------------------------------------------
 
     def _budget(self) -> None:
-        """Reports a budget without a score and the reverse, unless what is missing may be what has an error."""
+        """Report a budget without a score, or the reverse, unless the missing one may have a syntax error."""
         if self.flat.broken & {ANYTHING, A_STATEMENT, "budget", "score"}:
             return
         if "budget" not in self.parts.exprs and "budget" not in self.flat.names:
@@ -149,11 +149,11 @@ class Combinations(Said):
             )
 
     def _a_budget(self) -> str:
-        """What a policy without a budget lacks."""
+        """Return what to add to a policy without a budget."""
         return "add `param budget = 512`" + ("" if self._has("score") else " and `score sum(attn)`")
 
     def _budget_instead_of(self, near: str) -> Help:
-        """A help for a budget by another name."""
+        """Return a help for a budget under another name."""
         return offer("did you mean `budget`", f", not `{near}`?", at=self.flat.names[near].statement.name.span)  # type: ignore[union-attr]
 
     def _without_budget(self) -> None:
@@ -175,20 +175,23 @@ class Combinations(Said):
             self.sink.report(codes.NO_BUDGET, span, "the policy has no budget that could be read here", help)
 
     def _measured(self) -> None:
-        """Reports what a budget that reads the data does not go with: its value is known in a settle only."""
+        """Report statements that contradict a budget that depends on the data, whose value only a settle knows."""
         if "measured" not in self.parts.exprs:
             return
-        rule = "a budget that reads the data is found once tokens may leave"
+        rule = "a budget that depends on the data is computed when tokens are evicted"
         shared = {"across": "heads", "across_layers.floor": "layers"}
-        for who in [who for name, who in shared.items() if name in self.parts.exprs][:1]:
-            message = f"a budget that {who} share cannot read the data"
+        for sharers in [sharers for name, sharers in shared.items() if name in self.parts.exprs][:1]:
+            message = f"a budget that {sharers} share cannot depend on the data"
             self._refuse(
-                codes.MEASURED, "budget", message, self._without(f"leave out `across {who}`", ("budget", f"across {who}"))
+                codes.MEASURED,
+                "budget",
+                message,
+                self._without(f"leave out `across {sharers}`", ("budget", f"across {sharers}")),
             )
         if self._is("cap", "hard"):
-            message = f"{rule}, but `cap hard` asks before a token is placed"
+            message = f"{rule}, but `cap hard` needs it before a token is placed"
             self._refuse(
-                codes.MEASURED, "cap", message, self._without("leave out `cap`, which is `soft` then", "cap"), "budget"
+                codes.MEASURED, "cap", message, self._without("leave out `cap`: the default is `soft`", "cap"), "budget"
             )
         if self._is("victims", "layers"):
             message = f"{rule} in its own layer, so layers cannot agree on the victims"
@@ -203,16 +206,16 @@ class Combinations(Said):
     # -- the prompt's queries ----------------------------------------------------------------------------------------
 
     def _text(self) -> None:
-        """Reports a score that reads the prompt's queries where these are not there."""
+        """Report `over text` in a score that is evaluated after the prompt's queries are gone."""
         score = self.parts.exprs.get("score")
         if score is None or not reads_text(score.expr):
             return
         if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
-            message = "the prompt's queries are there until it has settled, so `over text` needs `when prefill`"
+            message = "the prompt's queries are dropped once it has settled, so `over text` needs `when prefill`"
             labels = [Label(self._span("when"), "because of this")] if self._has("when") else []
             self.sink.report(codes.TEXT, score.span, message, self._prefill(), labels)
         elif self._is("prefill", "blocks"):
-            message = "a prompt in blocks settles before all of its queries are there, so the score cannot read `over text`"
+            message = "a prompt in blocks settles before all its queries exist, so the score cannot read `over text`"
             self._refuse(codes.TEXT, "prefill", message, self._without("leave out `prefill blocks`", "prefill"), "score")
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ class Combinations(Said):
         if self._is("when", "prefill"):
             counts = [keyword for keyword in COUNTS if self._has(keyword)]
             for keyword in counts + (["cap"] if self._is("cap", "hard") else []):
-                message = f"under `when prefill` nothing leaves while decoding, so `{keyword}` has no meaning"
+                message = f"under `when prefill` nothing is evicted while decoding, so `{keyword}` has no meaning"
                 self._refuse(
                     codes.PHASE,
                     keyword,
@@ -230,7 +233,7 @@ class Combinations(Said):
                     "when",
                 )
         if self._is("when", "decode") and self._is("prefill", "blocks"):
-            message = "under `when decode` nothing leaves while the prompt is read, so `prefill blocks` has no meaning"
+            message = "under `when decode` nothing is evicted while the prompt is read, so `prefill blocks` has no meaning"
             self._refuse(codes.PHASE, "prefill", message, self._without("leave out one of them", "prefill", "when"), "when")
 
     # -- heads and layers that act together --------------------------------------------------------------------------
@@ -238,11 +241,11 @@ class Combinations(Said):
     def _across(self) -> None:
         heads, layers = "across" in self.parts.exprs, "across_layers.floor" in self.parts.exprs
         pool = layers and "across_layers.by" not in self.parts.exprs and "budget" not in self.flat.broken
-        who, words = ("layers", "across layers") if layers else ("heads", "across heads")
+        sharers, words = ("layers", "across layers") if layers else ("heads", "across heads")
         if not heads and not layers:
             return
         if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
-            message = f"{who} share a budget once, after the prompt, so `{words}` needs `when prefill`"
+            message = f"{sharers} share a budget once, after the prompt, so `{words}` needs `when prefill`"
             self._refuse(codes.ACROSS, "budget", message, self._prefill(), "when" if self._has("when") else None)
         elif self._is("victims", "layers") and layers:
             message = "layers that share a budget keep different tokens, so they cannot agree on the victims"
@@ -264,7 +267,7 @@ class Combinations(Said):
             )
         elif heads and pool:
             message = "`across layers` without `by` is one pool of all layers and heads, so `across heads` has no meaning"
-            help = "leave out `across heads`, or say what a layer's share goes by: `across layers by ...`"
+            help = "leave out `across heads`, or weigh the layers: `across layers by ...`"
             help = self._without(help, ("budget", "across heads"))
             self._refuse(codes.ACROSS, "budget", message, help)
         elif layers and self._is("prefill", "blocks"):
@@ -288,7 +291,9 @@ class Combinations(Said):
         counts = [self.parts.exprs[name] for name in ("budget", *COUNTS) if name in self.parts.exprs]
         for part in [*counts, *(keep.count for keep in self.parts.keeps if keep.count is not None)]:
             for name in sorted(self.params.inputs_of(part.expr) & {"layer", *self._by_layer()}):
-                message = f"layers with the same victims keep equally many tokens, but `{part.span.quoted()}` reads `{name}`"
+                message = (
+                    f"layers with the same victims keep the same number of tokens, but `{part.span.quoted()}` reads `{name}`"
+                )
                 labels = [Label(self._span("victims"), "because of this")]
                 help = offer("write `victims shared by heads`", at=self._span("victims"))
                 self.sink.report(codes.SHARED, part.span, message, help, labels)
@@ -297,7 +302,7 @@ class Combinations(Said):
         return {tensor.name for tensor in self.tensors if "layers" in tensor.axes}
 
     def _heads(self) -> None:
-        """Reports numbers that differ between the KV heads of a layer where these have to have the same."""
+        """Report numbers that read per-head tensors where all KV heads of a layer need the same number."""
         differing = {tensor.name for tensor in self.tensors if "heads" in tensor.axes}
         differs = {name for name, part in self.parts.exprs.items() if self.params.inputs_of(part.expr) & differing}
         if "budget" in differs:
@@ -308,12 +313,14 @@ class Combinations(Said):
         if "across" in self.parts.exprs or "across_layers.floor" in self.parts.exprs:
             self._alike(together, differing, codes.ACROSS, "heads that share a budget have equal shares", "budget")
         if not self._is("victims", "nobody"):
-            self._alike(together, differing, codes.SHARED, "heads with the same victims keep equally many tokens", "victims")
+            self._alike(
+                together, differing, codes.SHARED, "heads with the same victims keep the same number of tokens", "victims"
+            )
         for part in common:
             self._alike([part], differing, codes.NOT_HERE, "this is one number for all KV heads of a layer")
 
     def _votes(self) -> None:
-        """Reports heads that choose together what to attend to, but hold different tokens."""
+        """Report heads that select together but evict separately."""
         by = self.parts.exprs.get("select.by")
         if by is None or not reads_heads(by.expr) or "budget" not in self.parts.exprs or not self._is("victims", "nobody"):
             return
@@ -325,50 +332,52 @@ class Combinations(Said):
         )
 
     def _compared(self) -> None:
-        """Reports a score that reads all KV heads where these do not share a budget, or what their slots have."""
+        """Report a score over heads that share no budget, or that reads per-slot values of other heads."""
         score = self.parts.exprs.get("score")
         if score is None or not reads_heads(score.expr):
             return
         if "across" not in self.parts.exprs:
             message = (
-                "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, for `select`, and for "
+                "a score belongs to one KV head, and cannot read `over heads`, which is for `across layers by`, for `select`, and for "
                 "heads that share a budget"
             )
             help = "`victims shared by heads` averages scores; `budget ... across heads` compares them"
             self.sink.report(codes.ACROSS, score.span, message, help)
         if of_query_heads_unpooled(score.expr):
-            message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
+            message = "a value per query head, as from `over text`, cannot be compared between KV heads by `over heads`"
             self.sink.report(
-                codes.ACROSS, score.span, message, "a pool takes what the group has: `mean_pool(..., 1)` of it, say"
+                codes.ACROSS, score.span, message, "reduce it over the GQA group with a pool: `mean_pool(..., 1)`, say"
             )
         for part in parts_of(score.expr, Reduce, axis=Axis.HEAD):
             if (found := differing_inside(part)) is not None:
                 inner = print_expression(found)
-                message = f"heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `{inner}`"
-                self.sink.report(codes.REDUCTION, score.span, message, f"reduce it before: `sum({inner} over slots)`")
+                message = f"heads that share a budget hold different tokens, so `over heads` needs one number per head, not `{inner}`"
+                self.sink.report(codes.REDUCTION, score.span, message, f"reduce it first: `sum({inner} over slots)`")
                 return
 
     def _of_a_condition(self) -> None:
-        """Reports a selection by a condition where it has no one answer, and a weight of a layer that did not choose."""
+        """Report a `select where` whose condition differs within a page or group, and a weight in layers that reuse a choice."""
         by, weight = self.parts.exprs.get("select.by"), self.parts.exprs.get("select.weight")
         if weight is not None and "select.choosing.0" in self.parts.exprs:
-            message = "a weight is of the layer that chose, and layers that take a choice over have none"
+            message = "a weight belongs to the layer that selects, and layers that reuse its choice have none"
             self.sink.report(codes.REUSED, weight.span, message, "leave out `weight`, or `from layers`")
         statement = self.flat.settings["select"][-1].statement if self._has("select") else None
         if by is None or not isinstance(statement, syn.Select) or statement.count is not None:
             return
         if self._has("pages"):
-            message = "`select where` asks a condition of a token, but with `pages` whole pages are selected"
+            message = "`select where` tests single tokens, but `pages` selects whole pages"
             self._refuse(codes.NOT_HERE, "pages", message, "leave out `pages`, or write `select top N by ...`")
         if asks_query_heads(by.expr) and not self._is("group", "each"):
-            message = f"`{by.span.quoted()}` may hold for one query head and not for another, and these select together"
+            message = f"`{by.span.quoted()}` may differ between query heads, which select together"
             self.sink.report(codes.EACH, by.span, message, "write `group each`, or `select top N by ...`")
 
     def _reused(self) -> None:
-        """Reports layers that take over what another one chooses, but hold other tokens."""
+        """Report layers that reuse the selection of a layer whose tokens differ."""
         if "select.choosing.0" not in self.parts.exprs or "budget" not in self.parts.exprs:
             return
-        message = "a layer that takes over a choice holds the tokens of the one that made it, but each evicts by itself"
+        message = (
+            "a layer that reuses a choice must hold the same tokens as the layer that selects, but each evicts by itself"
+        )
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
         self.sink.report(
@@ -376,7 +385,7 @@ class Combinations(Said):
         )
 
     def _each(self) -> None:
-        """Reports query heads that would select by themselves where nothing is selected, or where their KV head needs one number."""
+        """Report `group each` without a `select`, or where the KV head needs one number."""
         if not self._is("group", "each"):
             return
         if not self._has("select"):
@@ -390,14 +399,14 @@ class Combinations(Said):
         common += [(inner, part.span) for part in own for inner in parts_of(part.expr, Reduce, axis=Axis.HEAD)]
         for expr, span in common:
             if asks_query_heads(expr):
-                message = f"`group each` reduces nothing, but `{print_expression(expr)}` is one number for the query heads of a KV head"
+                message = f"`group each` reduces nothing, but `{print_expression(expr)}` is one number per KV head"
                 labels = [Label(self._span("group"), "because of this")]
-                more = ": then the query heads select together, too"
+                more = ", so that the query heads also select together"
                 help = offer("write `group mean`, `group max` or `group sum`", more, at=self._span("group"))
                 self.sink.report(codes.EACH, span, message, help, labels)
 
     def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
-        """Reports the first number that reads what differs between heads; `other` is the statement that forbids it."""
+        """Report the first number that reads a name in `differing`; `other` is the statement that forbids it."""
         for part in parts:
             for name in sorted(self.params.inputs_of(part.expr) & differing):
                 message = f"{rule}, but `{part.span.quoted()}` reads `{name}`, which differs between them"
@@ -413,7 +422,7 @@ class Combinations(Said):
         if self._is("positions", "compact"):
             for keyword in ("sketch", "pages"):
                 if self._has(keyword):
-                    message = f"`{keyword}` reads keys as they are stored, which is not how compact positions rotate them"
+                    message = f"`{keyword}` reads keys as stored, but compact positions rotate them differently"
                     self._refuse(
                         codes.COMPACT,
                         keyword,
@@ -422,7 +431,7 @@ class Combinations(Said):
                         "positions",
                     )
         elif self._has("rope") and (self._has("positions") or self._lacks("positions")):
-            message = "`rope` says how compact positions are computed, but the policy's are the original ones"
+            message = "`rope` says how compact positions are computed, but this policy uses original positions"
             other = "positions" if self._has("positions") else None
             self._refuse(
                 codes.ROPE,
@@ -441,7 +450,7 @@ class Combinations(Said):
             return
         for part in self.parts:
             if part is not self.parts.exprs.get("select.by") and reads(part.expr, "logit"):
-                message = "a query that selects has no `logit` for the tokens that it skips, so the policy cannot read it"
+                message = "a query that selects computes no `logit` for skipped tokens, so the policy cannot read it"
                 labels = [Label(self._span("select"), "because of this")]
                 self.sink.report(
                     codes.LOGIT,
@@ -454,7 +463,7 @@ class Combinations(Said):
     def _pages(self) -> None:
         readers = [part for part in self.parts if _reads_within(part, "page") or _reads_within(part, "next")]
         if readers and "pages" not in self.parts.exprs and self._lacks("pages") and self.flat.module.edition == 1:
-            message = "`over page` needs to know how long a page is"
+            message = "`over page` needs the length of a page"
             self.sink.report(codes.NO_PAGES, readers[0].span, message, add("add `pages 16`", ", say"))
         elif self._has("pages") and not readers and not self._has("select"):
             self._never_read(
@@ -464,11 +473,11 @@ class Combinations(Said):
             self._pages_of_a_selection(readers)
 
     def _pages_of_a_selection(self, readers: Sequence[Part]) -> None:
-        """Reports a selection of single tokens in a policy that reads pages elsewhere: where there are pages, whole ones are selected."""
+        """Report a selection of single tokens in a policy with pages, where whole pages are selected."""
         selecting = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
         if selecting and not any(part in readers for part in selecting):
             message = "a policy that reads pages selects whole pages, but this `select` ranks single tokens"
-            help = "rank by what a page has, too: `max(x over slots by page(16))`, with the same key"
+            help = "rank pages: `max(x over slots by page(16))`, with the same key"
             self.sink.report(codes.KEY, self._span("select"), message, help, [Label(readers[0].span, "reads pages")])
 
     def _sketches(self) -> None:
@@ -476,19 +485,19 @@ class Combinations(Said):
         selecting = [self.parts.exprs[name] for name in _OF_A_QUERY if name in self.parts.exprs]
         reads = any(_reads_within(part, "sketch") for part in selecting)
         if by is not None and reads and self._lacks("sketch"):
-            message = "`over sketch` needs to know which dims to read"
+            message = "`over sketch` needs a statement that chooses dims"
             help = add("add `sketch top 16 dims by abs(q) every 64 queries`", ", say")
             self.sink.report(codes.NO_SKETCH, by.span, message, help)
         elif self._has("sketch") and not reads:
             self._never_read("sketch", self._sketched())
 
     def _sketched(self) -> Help:
-        """A help that reads the sketch: in what selects, if it multiplies queries and keys."""
+        """Return a help that reads the sketch in `select`."""
         text = "for example `select top 2048 by dot(q, k over sketch)`"
         return offer(text, at=self._span("select")) if self._has("select") else add(text)
 
     def _never_read(self, keyword: str, help: str) -> None:
-        """Reports a statement without a reader, unless that may be among what has an error."""
+        """Report a statement whose result nothing reads, unless a reader may have an error."""
         if not self.flat.broken and not self.sink.failed():
             self._refuse(codes.NEVER_READ, keyword, f"nothing reads what `{keyword}` finds", help)
 

@@ -1,4 +1,4 @@
-"""What an edition of the language has no more, and what is written instead."""
+"""Syntax that newer editions of the language removed, and its replacements."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from kvdsl.syntax import nodes as syn
 GONE = {
     "tensor": "write `input` for `tensor`",
     "given": "write `input` for `given`",
-    "pages": "leave it out, and say the page where it is read: `mean(k over slots by page(16))`",
+    "pages": "leave it out, and give the page length where pages are read: `mean(k over slots by page(16))`",
     "victims": "leave it out, and reduce the score: `score mean(... over heads)`",
-    "layers": "leave it out, and say it in the budget: `budget where(layer >= 2, budget, everything)`",
-    "storage": 'leave it out, and give `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
-    "rope": 'leave it out, and give `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
-    "cap": "leave it out, and write `budget budget - 1`: then the cache holds `budget` tokens while a query attends, too",
-    "prefill": "leave it out, and say it behind `when`: `when prefill every 512`, or `when both every 512`",
+    "layers": "leave it out, and write it in the budget: `budget where(layer >= 2, budget, everything)`",
+    "storage": 'leave it out, and pass `storage="blocks:16"` to the cache or to `kvdsl.load`, or `--storage blocks:16` to a command',
+    "rope": 'leave it out, and pass `rope="cached"` to the cache or to `kvdsl.load`, or `--rope cached` to a command',
+    "cap": "leave it out, and write `budget budget - 1`: then the cache holds at most `budget` tokens even while a query attends",
+    "prefill": "leave it out, and write it after `when`: `when prefill every 512`, or `when both every 512`",
 }
-"""Statements of edition 1 by their first word, and what edition 2 has in their place."""
+"""Statements that edition 2 removed, by their first word, and their replacements."""
 
 RANGES = {
     "page": "write `over slots by page(16)`, with the page's length",
     "next page": "compare pages: with `let part = page(16)`, `over slots as j where j.part == part + 1`",
     "others": "write `over slots as j where j.position != position`, and `j.x` for `other(x)`",
 }
-"""Ranges of edition 1, likewise."""
+"""Ranges that edition 2 removed, and their replacements."""
 
 FUNCTIONS = {
     "other": "name the other slot: `over slots as j`, and `j.x`",
-    "count": "`age + 1` queries could see a slot, its own token's included",
+    "count": "write `age + 1`, the number of queries that could see a slot, including its own token's",
     "median": "rank the values: `rank(x) == floor(live / 2)` holds for the middle one",
 }
-"""Functions of edition 1, likewise."""
+"""Functions that edition 2 removed, and their replacements."""
 
 PARTS = {
-    "`extends`": "write `policy {name} = {parent} with`: each line takes the place of what it names, also `keep` of its kind",
-    "`override`": "leave it out, and write `policy A = B with`, where a line takes the place of what it names",
-    "bare `keep`": "write out what the policy keeps; `keep first 0` takes the place of an inherited `keep first`",
+    "`extends`": "write `policy {name} = {parent} with`: each line replaces what it names, and a `keep` replaces those of its kind",
+    "`override`": "leave it out, and write `policy A = B with`, where a line replaces what it names",
+    "bare `keep`": "write what the policy keeps; `keep first 0` replaces an inherited `keep first`",
     "`reused above`": "write `from layers ({chosen})`",
     "`after`": "write `where query_position >= {after}`",
     "`at layer`": "write `set layer = {layer}` and `set layers = {layers}`",
-    "`given` in tests": "leave it out: the name says it",
-    "`expect state`": "leave `state` out: the column's name says it",
-    "units": "leave it out; a docstring or a comment can say it",
+    "`given` in tests": "leave it out: the name is enough",
+    "`expect state`": "leave `state` out: the column's name is enough",
+    "units": "leave it out; write the unit in the docstring or a comment",
     "`at most`": "write `budget min({value}, {most})`",
 }
-"""Other things of edition 1, likewise; `{value}` and so on stand for what was written."""
+"""Other removed syntax; `{value}` and the like stand for the user's text."""
 
 
 def check_edition(module: syn.Module, edition: int, sink: Sink) -> None:
-    """Reports what the file's edition has no more."""
+    """Report syntax that the file's edition no longer has."""
     if edition == 1:
         return
     for span, what, help in _gone(module):
@@ -112,7 +112,7 @@ def _of_step(step: syn.Step) -> Iterator[tuple[Span, str, str]]:
 
 
 def reused_of(select: syn.Select) -> Span | None:
-    """Where `in layers A, B reused above` stands; None where it is not written so."""
+    """Return the span of `in layers A, B reused above`, or None if the statement has no such part."""
     if not select.choosing or not select.span.text.endswith("above"):
         return None
     text = select.span.file.text
@@ -120,35 +120,35 @@ def reused_of(select: syn.Select) -> Span | None:
 
 
 def from_layers(select: syn.Select) -> str:
-    """`from layers (A, B)`."""
+    """Return `from layers (A, B)`."""
     return f"from layers ({', '.join(layer.span.text for layer in select.choosing)})"
 
 
 def from_place(over: syn.Over, after: syn.Expr) -> str:
-    """`over text after N` as a filter."""
+    """Return `over text after N` as a filter."""
     return f"over {over.axis.text} where query_position >= {after.span.text}"
 
 
 def by_set(use: syn.Use) -> str:
-    """`use POLICY` with the layer as a setting."""
+    """Return `use POLICY` with the layer as a setting."""
     assert use.layer is not None and use.layers is not None
     return f"use {use.policy.text}; set layer = {use.layer.span.text}; set layers = {use.layers.span.text}"
 
 
 def without_first_word(span: Span) -> str:
-    """A place's text behind its first word."""
+    """Return a span's text after its first word."""
     return span.text.split(maxsplit=1)[1]
 
 
 def extends_of(policy: syn.Policy) -> Span:
-    """Where `extends PARENT` stands."""
+    """Return the span of `extends PARENT`."""
     assert policy.parent is not None
     text, end = policy.span.file.text, policy.parent.span.end
     return policy.span.file.span(text.index("extends", policy.name.span.end), end)
 
 
 def override_of(statement: syn.Statement) -> Span:
-    """Where `override` stands before a statement, with the space behind it."""
+    """Return the span of `override` before a statement, including the space after it."""
     span = statement.span
     return span.file.span(span.file.text.rindex("override", 0, span.start), span.start)
 
@@ -158,14 +158,14 @@ def _part(what: str, **written: str) -> tuple[str, str]:
 
 
 def _without(span: Span, word: str) -> str:
-    """A help that says a statement by another word, or leaves it out."""
+    """Return a help that renames a statement's first word, or removes the statement."""
     if GONE[word].startswith("write "):
         return instead(GONE[word], re.sub(rf"\b{word}\b", "input", span.text, count=1))
     return leave_out(GONE[word], span)
 
 
 def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
-    """The ranges and functions in a tree."""
+    """Find removed ranges and functions in a tree."""
     if isinstance(node, syn.Over) and node.axis.text in RANGES:
         help = RANGES[node.axis.text]
         by_page = instead(help, "over slots by page(16)") if node.axis.text == "page" else help

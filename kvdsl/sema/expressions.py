@@ -1,8 +1,7 @@
-"""Checks expressions and turns them into IR: names, functions and reductions, with lets put in where they are used.
+"""Check expressions and turn them into IR; lets and functions are inlined where they are used.
 
-A function's body is checked in the scope of its definition with its arguments already turned into values, so a name in an
-argument can never be taken for one in the body. An expression with an error has the value None, about which nothing more is
-said.
+A function's body is checked in the scope of its definition, with its arguments already evaluated. So a name in an argument never
+captures one of the body. An expression with an error has the value None, which suppresses further reports.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass
 class _Handed:
-    """A range that is handed to a function: the reductions of its body take it that name none, or the same axis.
+    """A range passed to a function. It applies to reductions in the body that name no axis, or the same one.
 
     Attributes:
-        named: whether it names an axis, or is a `where` or `by` alone, which every reduction takes.
-        taken: whether one has.
+        named: whether the range names an axis. A bare `where` or `by` applies to every reduction.
+        taken: whether a reduction has used the range.
     """
 
     over: Over
@@ -64,7 +63,7 @@ class _Handed:
     taken: bool = False
 
     def to(self, own: Over, bare: bool) -> Over:
-        """What a reduction ranges over, given its own range; `bare` if it names none."""
+        """Return the range of a reduction that has `own`; `bare` if its source has none."""
         axis = Axis.SLOT if self.over.axis is Axis.OTHER else self.over.axis
         if self.named and not bare and own.axis is not axis:
             return own
@@ -76,7 +75,7 @@ class _Handed:
 
 @dataclass(frozen=True)
 class _Use:
-    """A let or function that is being put in, where it is used, and what is written for its parameters."""
+    """An inlined let or function, the place that uses it, and the text of its arguments."""
 
     definition: LetName
     span: Span
@@ -84,30 +83,31 @@ class _Use:
     handed: _Handed | None = None
 
     def filled(self, text: str) -> str:
-        """A text that quotes the body, with the arguments in the place of the parameters."""
+        """Replace parameters by arguments in a text that quotes the body."""
         return re.sub(r"`[^`]*`", lambda code: habits.fill(code[0], self.arguments), text)
 
     def definition_in_words(self) -> str:
-        """What it is short for."""
+        """Return the definition as text, such as "`f(x)` is `x + 1`"."""
         let = self.definition.let
         head = let.name.span.file.text[let.name.span.start : let.value.span.start].strip().removesuffix("=").strip()
         return f"`{head}` is `{let.value.span.quoted()}`"
 
 
 _PRELUDE_DEPTH = 20
-"""The deepest nesting of the prelude's functions, one in another."""
+"""The deepest nesting of the prelude's functions in each other."""
 
 
 class Expressions(Forms):
-    """Checks expressions, reporting to a sink.
+    """Checker of expressions, which reports to a sink.
 
     Args:
-        lenient: says nothing about unknown names, because something that would define names could not be read.
+        lenient: whether to accept unknown names, because a definition may be in unreadable text.
 
     Attributes:
-        histories: where `over last N queries` stands, by the N.
-        vectors: reductions over queries that would have to be remembered dim by dim; each reports itself.
-        pages: how long the policy's pages are and what lies before them, as the first range by a page says. `pages_span`: where.
+        histories: the place of each `over last N queries`, by N.
+        vectors: reductions over queries that would need a vector per token, each with its report.
+        pages: the length of pages and the tokens before the first one, from the first range by pages.
+        pages_span: the place of that range.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
@@ -124,14 +124,14 @@ class Expressions(Forms):
         self._steps = 0
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
-        """The value of an expression, or None after a report."""
+        """Return the value of an expression, or None after a report."""
         if isinstance(node, syn.Broken):
             return None
         self._depth += 1
         self._steps += 1
         try:
             if self._is_too_deep() or self._steps > MAX_STEPS:
-                if self._steps <= MAX_STEPS + 1:  # said once, since everything after it is too large as well
+                if self._steps <= MAX_STEPS + 1:  # report once: everything after it is too large as well
                     self._too_large(node.span)
                 return None
             value = self._dispatch(node, scope)
@@ -143,7 +143,7 @@ class Expressions(Forms):
         return value
 
     def _is_too_deep(self) -> bool:
-        """Whether the source is nested too deep. The prelude's own nesting is not the user's."""
+        """Return whether the source is nested too deep, not counting the prelude's own nesting."""
         return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self._from_prelude() is None)
 
     def _dispatch(
@@ -164,29 +164,29 @@ class Expressions(Forms):
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def _report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
-        """An error at a place; what goes wrong inside of the prelude is shown where the prelude is used."""
+        """Report an error; inside the prelude, at the place that uses it."""
         self._reporting(code, span, message, help, labels)()
 
     def _reporting(
         self, code: Code, span: Span, message: str, help: str | None, labels: Iterable[Label] = ()
     ) -> Callable[[], None]:
-        """A report of what is found here, to be made later if it matters."""
+        """Return a function that reports an error of this place later."""
         if (prelude := self._from_prelude()) is not None:
             return partial(self.sink.report, code, prelude.span, prelude.filled(message), prelude.definition_in_words())
         used = [Label(use.span, "used here") for use in reversed(self._uses)]
         return partial(self.sink.report, code, span, message, help, [*labels, *used[:1]])
 
     def _from_prelude(self) -> _Use | None:
-        """Where the prelude is used, while something of it is being put in."""
+        """Return the outermost use of the prelude that is being inlined; None outside of it."""
         return next((use for use in self._uses if use.definition.prelude), None)
 
     def _place(self, span: Span) -> Span:
-        """The place itself, or, if it lies in the prelude, where that is used."""
+        """Return the span itself, or for a span in the prelude the place that uses it."""
         prelude = self._from_prelude()
         return span if prelude is None else prelude.span
 
     def _speaks_of(self, span: Span) -> bool:
-        """Whether an unknown name at a place is worth a report: not if there was one, or if there is no knowing."""
+        """Return whether to report an unknown name at a place: once, and not in unreadable files."""
         if self.lenient or self.sink.full or span in self._unknown:
             return False
         self._unknown.add(span)
@@ -248,7 +248,7 @@ class Expressions(Forms):
         return None
 
     def let(self, definition: LetName, span: Span) -> Value | None:
-        """The value of a let, used at a place."""
+        """Return the value of a let used at a place."""
         if definition not in self._lets:
             with self._using(definition, span) as free:
                 if not free:
@@ -260,7 +260,7 @@ class Expressions(Forms):
     def _using(
         self, definition: LetName, span: Span, arguments: Mapping[str, str] = NO_ARGUMENTS, handed: _Handed | None = None
     ) -> Iterator[bool]:
-        """Puts a definition in; False after a report if it is being put in already."""
+        """Enter a definition; yield False after a report if it is already being inlined."""
         if any(use.definition is definition for use in self._uses):
             name = definition.let.name
             message = f"`{name.text}` is defined by itself"
@@ -274,7 +274,7 @@ class Expressions(Forms):
             self._uses.pop()
 
     def _member(self, node: syn.Member, scope: Scope) -> Value | None:
-        """`j.position`: what the slot j has."""
+        """Check `j.position`, a value of the slot j."""
         owner, definition = node.owner.text, scope.find(node.owner.text)
         if isinstance(definition, SlotName):
             definition.used = True
@@ -285,21 +285,21 @@ class Expressions(Forms):
         if isinstance(definition, Bound) and definition.value is None:
             return None
         text, value = node.span.quoted(), node.value.span.quoted()
-        help = offer(f"name it: `sum({text} over slots as {owner})`, say", at=node.span)
+        help = offer(f"name a slot: `sum({text} over slots as {owner})`, say", at=node.span)
         if isinstance(node.value, syn.Name) and value in NAMED_FUNCTIONS:
             help = offer(f"write `{value}({owner})`", at=node.span)
         self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
         return None
 
     def _is_of_farther_slot(self, name: str, definition: Bound | SlotName, span: Span, scope: Scope) -> bool:
-        """Whether a value is another slot's than the one that is compared here; reports if so."""
+        """Report a value of a slot other than the nearest named one; return whether it is one."""
         if isinstance(definition, Bound) and (definition.value is None or Axis.OTHER not in definition.value.axes):
             return False
         nearer = scope.nearer_slot(name)
         if nearer is None:
             return False
-        message = f"a slot is compared with `{nearer}` here, so `{span.quoted()}`, which a third one has, cannot be read"
-        help = "what a reduction of the slot j compares with is j's own: `j.(sum(i.age over slots as i where i.age < age))`"
+        message = f"this compares a slot with `{nearer}`, so it cannot read `{span.quoted()}` of a third slot"
+        help = "to read the reduction of slot j, write `j.(sum(i.age over slots as i where i.age < age))`"
         self._report(codes.OTHERS, span, message, help)
         return True
 
@@ -328,7 +328,7 @@ class Expressions(Forms):
         return self._finite(values.call(op, left, right), (left, right), node.span)
 
     def condition(self, value: Value, span: Span, what: str) -> bool:
-        """Whether a value is a condition, as `what` needs; reports if not."""
+        """Return whether a value is a condition, as `what` needs; report it otherwise."""
         if value.condition:
             return True
         text = span.quoted()
@@ -341,7 +341,7 @@ class Expressions(Forms):
         return False
 
     def _compared(self, value: Value, text: str) -> Help:
-        """A help that makes a condition of a number, or of a number for each dim or query."""
+        """Return a help that turns numbers into a condition."""
         number = text if Axis.DIM not in value.axes else f"norm2({text})"
         if Axis.QUERY in value.axes and not self.reductions.around:
             number = f"mean({number})"
@@ -387,14 +387,14 @@ class Expressions(Forms):
     def _expand(
         self, node: syn.Call, definition: LetName, parameters: tuple[syn.Parameter, ...], scope: Scope
     ) -> Value | None:
-        """The function's body, with its arguments; a default reads what the body can read, of the parameters those before."""
+        """Inline a function. A default may read what the body reads, and earlier parameters."""
         written = match_arguments(node, parameters, self._report)
         if written is None:
             return None
         ranging = [argument for argument in node.arguments if argument.ranges is not None]
         ranged = ranging[0] if ranging else None
         if len(ranging) > 1 and ranging[1].ranges is not None:
-            message = f"one argument of `{node.function.text}` says what it ranges over"
+            message = f"only one argument of `{node.function.text}` can have a range"
             self._report(codes.ARGUMENTS, ranging[1].ranges, message, without_ranges(ranging[1].ranges))
             return None
         handed, inside = self._uses[-1].handed if self._uses else None, scope
@@ -426,7 +426,7 @@ class Expressions(Forms):
         return None if value is None else self._known(value, node)
 
     def _known(self, value: Value, node: syn.Call) -> Value:
-        """The value that a call of a function has, as one operation where it is one."""
+        """Return the value of an inlined call as a single operation if an equivalent one exists."""
         made = known(value.expr)
         if made is value.expr:
             return value
@@ -454,7 +454,7 @@ class Expressions(Forms):
         return self._finite(values.call(name, *known), known, node.span)
 
     def _extreme(self, node: syn.Call, name: str, scope: Scope) -> Value | None:
-        """`max(a, b, ...)`: the largest of several values, two at a time."""
+        """Check `max(a, b, ...)`: fold the arguments two at a time."""
         args = self._arguments(node, len(node.arguments), scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -466,7 +466,7 @@ class Expressions(Forms):
     # -- reductions --------------------------------------------------------------------------------------------------
 
     def _reduction(self, node: syn.Call, row: ReductionRow, scope: Scope) -> Value | None:
-        """`sum(x)`, `sum(x over dims)`, `ema(x, d)`: the first argument is reduced, and may say over what."""
+        """Check `sum(x)`, `sum(x over dims)`, `ema(x, d)`. The first argument is reduced and may have a range."""
         op = row.name
         if len(node.arguments) != 1 + bool(row.argument) or node.arguments[0].keyword is not None:
             what = f"one value, and takes `{row.argument}`" if row.argument else "exactly one value"
@@ -492,7 +492,7 @@ class Expressions(Forms):
         return made
 
     def _range(self, argument: syn.Argument, scope: Scope, default: Over) -> tuple[Over | None, Scope]:
-        """What a reduction ranges over, and the scope of what it reduces."""
+        """Return the range of a reduction, and the scope of its body."""
         over, inner = self._over(argument.over, scope, default), scope
         if over is not None and argument.over is not None and argument.over.name is not None:
             name = argument.over.name
@@ -515,12 +515,12 @@ class Expressions(Forms):
         return over if handed is None else handed.to(over, argument.over is None), inner
 
     def _is_page(self, key: Expr) -> bool:
-        """Whether a key counts the policy's pages, of which there is one size."""
+        """Return whether a key counts the policy's pages; all pages have one size."""
         found = page_of_key(key)
         return found is not None and (self.pages is None or self.pages == found)
 
     def _with_pages(self, node: syn.Call, over: Over, body: Value) -> tuple[Over, Value]:
-        """A range by a key that counts pages, as one of the policy's pages."""
+        """Turn a range by a key that counts pages into a range over pages."""
         if over.by is None or over.axis is not Axis.SLOT or not self._is_page(over.by.expr):
             return over, body
         if self.pages is None:
@@ -528,7 +528,7 @@ class Expressions(Forms):
         return replace(over, within="next" if over.within == "next" else "page", by=None), body
 
     def _over(self, over: syn.Over | None, scope: Scope, default: Over) -> Over | None:
-        """The axis of a range."""
+        """Return the axis of a range, or None after a report."""
         if over is None:
             return default
         if over.last is None:
@@ -537,7 +537,7 @@ class Expressions(Forms):
                 return found
             after = self._fixed(over.after, scope, "the N of `over text after N`")
             if found.within != "text":
-                message = f"only `over text` leaves out the first queries, not `over {over.axis.text}`"
+                message = f"only `over text` takes `after N`, not `over {over.axis.text}`"
                 self._report(codes.AXIS, over.span, message, offer(f"write `over {over.axis.text}`"))
                 return None
             return None if after is None else replace(found, after=after)
@@ -549,7 +549,7 @@ class Expressions(Forms):
 
 
 def _values_of(scope: Scope) -> Iterator[str]:
-    """The names that are read without arguments."""
+    """Return the names that are read without arguments."""
     return (name for name in scope.known() if not _is_function(scope.find(name)))
 
 

@@ -1,4 +1,4 @@
-"""Whole files: one holds a policy, lets for others to import, or tests."""
+"""Check whole files: a policy, a library of lets, or tests."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a file means, and what is to be said about it.
+    """The result of checking a file.
 
     Attributes:
-        policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
-        diagnostics: errors and warnings, by place.
-        scenarios: the file's tests that have no errors, if it is a file of tests.
-        read: the files that were read for it: itself and what it imports.
-        text: the file, where it could be read.
+        policies: the file's flat, checked policy; empty after errors and for a library.
+        diagnostics: errors and warnings, sorted by place.
+        scenarios: the error-free tests of a file of tests.
+        read: the files read: this one and its imports.
+        text: the source, if it could be read.
     """
 
     policies: tuple[Policy, ...]
@@ -48,7 +48,7 @@ class Analysis:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors."""
+        """Whether the file has no errors."""
         return all(found.severity != "error" for found in self.diagnostics)
 
     @property
@@ -56,7 +56,7 @@ class Analysis:
         """The file's policy.
 
         Raises:
-            DiagnosticError: if there is none.
+                DiagnosticError: if there is none.
         """
         if self.policies:
             return self.policies[0]
@@ -72,23 +72,23 @@ class Analysis:
     def of(
         found: Policy | tuple[Scenario, ...] | None, text: SourceFile | None, sink: Sink, read: Iterable[Path] = ()
     ) -> Analysis:
-        """What was found in a file, unless there are errors; of other files, what it imports, their errors only."""
+        """Build the result. Of imported files only errors are shown."""
         policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
         said = sink.sorted(first=text)
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
-        told = tuple(one.at_origin() for one in shown)
-        return Analysis(policies, told, found if isinstance(found, tuple) else (), frozenset(read), text)
+        moved = tuple(one.at_origin() for one in shown)
+        return Analysis(policies, moved, found if isinstance(found, tuple) else (), frozenset(read), text)
 
 
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO_SETTINGS) -> Analysis:
-    """Source → nodes → policy, and what is to be said about the file.
+    """Check a file.
 
     Args:
         source: the file, or its path.
-        settings: values of params in place of their defaults, as `--set NAME=VALUE` gives them.
+        settings: values of params, as `--set NAME=VALUE` gives them.
     """
     sink = Sink()
     text = read_source(source, sink)
@@ -98,10 +98,10 @@ def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO
 
 
 def file_text(source: SourceFile) -> str:
-    """The text of a file that holds the policy; flat if it is a text with clauses, since a file holds one policy.
+    """Return the text of a file with the policy. A policy with clauses becomes flat, since a file holds one policy.
 
     Raises:
-        DiagnosticError: if that has errors.
+        DiagnosticError: if the policy has errors.
     """
     from kvdsl.ir.printer import print_policy
 
@@ -112,7 +112,7 @@ def file_text(source: SourceFile) -> str:
 
 
 def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:
-    """The policy of a file, or its tests; None for a library, and for a policy with errors."""
+    """Return a file's policy or tests; None for a library, and for a policy with errors."""
     return _scenarios(module, settings, sink) if module.syntax.tests else _policy(module, settings, sink)
 
 
@@ -129,13 +129,13 @@ def _policy(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy |
 
 
 def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> Checker | None:
-    """What checks the policy of a file; None for a library, whose lets are checked, and after a report."""
+    """Return the checker of a file's policy; None after a report, and for a library, whose lets are checked instead."""
     policy = _only_policy(module, settings, sink)
     if policy is None:
         return None
     if (policy.doc is None or not policy.doc.text.strip()) and not policy.clauses and not sink.failed():
         name = policy.name
-        help = "begin the policy with a string that says what it does and where it comes from"
+        help = "begin the policy with a string that states what it does and its source"
         sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)
     flat = resolve(policy, module, sink)
     params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
@@ -144,7 +144,7 @@ def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> C
 
 
 def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn.Policy | None:
-    """The policy of a file; None for a library, whose lets are checked, and after a report."""
+    """Return the policy of a file; None after a report, and for a library, whose lets are checked."""
     policies = module.syntax.policies
     for policy in policies[1:]:
         labels = [Label(policies[0].name.span, "the first one")]
@@ -168,7 +168,7 @@ def _prelude() -> Scope:
 
 @lru_cache(maxsize=1)
 def prelude_syntax() -> syn.Module:
-    """What every policy knows without an import."""
+    """Return the syntax of the prelude, which every policy can use without an import."""
     sink = Sink()
     path = resource("grammar", "prelude.kv")
     module = parse_module(SourceFile("prelude.kv", read_resource("grammar", "prelude.kv"), path), sink)

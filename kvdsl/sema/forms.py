@@ -1,6 +1,4 @@
-"""What is written as a function but is no elementwise one, and reduces nothing: how it is called, what it needs of its arguments, and
-what it makes.
-"""
+"""Check built-in functions that are neither elementwise nor reductions."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ from kvdsl.syntax import nodes as syn
 
 
 class Forms(ABC):
-    """Checks calls of `FORMS`, and what all calls have in common.
+    """Checks of the calls in `FORMS`, with what all calls have in common.
 
     Attributes:
-        bounded: the numbers inside of expressions that lie in bounds, to be checked when the params are known.
+        bounded: numbers inside expressions, whose bounds are checked once the params are known.
     """
 
     def __init__(self) -> None:
@@ -41,7 +39,7 @@ class Forms(ABC):
 
     @abstractmethod
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
-        """The value of an expression, or None after a report."""
+        """Return the value of an expression, or None after a report."""
 
     @abstractmethod
     def _report(
@@ -58,7 +56,7 @@ class Forms(ABC):
     def _with_pages(self, node: syn.Call, over: Over, body: Value) -> tuple[Over, Value]: ...
 
     def _arguments(self, node: syn.Call, count: int, scope: Scope) -> list[Value | None] | None:
-        """The values of a built-in function's arguments; None after a report if there are not `count` of them."""
+        """Return the values of `count` arguments; None after a report of another count."""
         name, found = node.function.text, len(node.arguments)
         if not self._plain(name, node.arguments):
             return None
@@ -70,7 +68,7 @@ class Forms(ABC):
         return [self.check(argument.value, scope) for argument in node.arguments]
 
     def _plain(self, name: str, arguments: Iterable[syn.Argument]) -> bool:
-        """Whether arguments have neither names nor an `over`; reports if not."""
+        """Return whether arguments have neither names nor a range; report them otherwise."""
         for argument in arguments:
             if argument.keyword is not None:
                 no_argument(name, argument.keyword, (), self._report)
@@ -81,7 +79,7 @@ class Forms(ABC):
         return True
 
     def _called(self, node: syn.Call, *counts: int) -> bool:
-        """Whether a call has one of these numbers of arguments, which have neither names nor an `over`; reports if not."""
+        """Return whether a call has one of these numbers of plain arguments; report it otherwise."""
         name, found = node.function.text, len(node.arguments)
         if not self._plain(name, node.arguments):
             return False
@@ -91,7 +89,7 @@ class Forms(ABC):
         return False
 
     def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
-        """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""
+        """Return a number that is fixed once the prompt is known. Its bounds are checked once params are known."""
         value = self.check(node, scope)
         if value is None or not is_fixed(value, node.span, what, self._report):
             return None
@@ -105,12 +103,12 @@ class Forms(ABC):
         help = None
         if name == "count":
             text = node.arguments[0].value.span.quoted()
-            help = offer(f"to count the queries for which something holds, sum it: `sum({text})`")
+            help = offer(f"to count the queries for which a condition holds, sum it: `sum({text})`")
         self._report(codes.ARGUMENTS, node.span, f"`{name}()` takes no arguments", help)
         return None
 
     def _project(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`project(x, basis)`: of a key or query, or of what is made of these dim by dim."""
+        """Check `project(x, basis)`, where x has the dims of keys."""
         if not self._called(node, 2):
             return None
         (vector, matrix) = (argument.value for argument in node.arguments)
@@ -124,14 +122,14 @@ class Forms(ABC):
         if body is None or self.reductions.is_of_other(node, body):
             return None
         if body.spaces != {""} or _of_values(body.expr):
-            message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is none"
+            message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is not one"
             help = offer(f"for example `project(k, {definition.tensor.name})`", at=node.span)
             self._report(codes.PROJECT, vector.span, message, help)
             return None
         return values.project(body, definition.tensor)
 
     def _rotate(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`turn(x, n)`, `ahead(x, n)`, `ahead(x, n, factor)` and `pairs(x)`, of a key or query, or what is made of these."""
+        """Check `turn(x, n)`, `ahead(x, n)`, `ahead(x, n, factor)` and `pairs(x)`, where x has the dims of keys."""
         op = node.function.text
         if not self._called(node, *{"turn": (2,), "ahead": (2, 3), "pairs": (1,)}[op]):
             return None
@@ -150,17 +148,16 @@ class Forms(ABC):
         if any(self.reductions.is_of_other(node, one) for one in (body, *numbers) if one is not None):
             return None
         if body.spaces != {""} or _of_values(body.expr):
-            message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
+            message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is not one"
             self._report(codes.ROTATE, vector.span, message, instead(f"for example `{op}(k{', ...' if rest else ''})`", "k"))
             return None
         if op == "turn" and numbers[0] is not None and Axis.DIM in numbers[0].axes:
-            message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
+            message = f"`turn` rotates all dims by the same number of positions, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
             self._report(codes.ROTATE, rest[0].span, message)
             return None
         return values.call(op, body, *(one for one in numbers if one is not None))
 
     def _leverage(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`leverage(x, ridge)`."""
         if not self._called(node, 2):
             return None
         body = self.check(node.arguments[0].value, scope)
@@ -178,12 +175,10 @@ class Forms(ABC):
         return None
 
     def _other(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`other(x)`."""
         body = next(iter(self._arguments(node, 1, scope) or [None]))
         return None if body is None else self.reductions.other(node.arguments[0].value.span, body, "other({})", node.span)
 
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`rank(x)`, `rank(x over page)`."""
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
             self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", example("rank"))
             return None
@@ -222,7 +217,7 @@ class Forms(ABC):
         return None
 
     def _enough(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`enough(x, p)`, and in another order `enough(x, p, y)`."""
+        """Check `enough(x, p)`, and with another order `enough(x, p, y)`."""
         if not self._called(node, 2, 3):
             return None
         body = self.check(node.arguments[0].value, scope)
@@ -238,16 +233,15 @@ class Forms(ABC):
                 self.reductions.pooled(node, "`enough(...)`")
                 return None
             if Axis.SLOT not in value.axes or Axis.DIM in value.axes:
-                message = f"`enough` counts slots by a number of each, but `{span.quoted()}` {extent(value.axes)}"
+                message = f"`enough` needs one number per slot, but `{span.quoted()}` {extent(value.axes)}"
                 help = offer(f"reduce it over dims: `sum({span.quoted()} over dims)`") if Axis.DIM in value.axes else None
                 self._report(codes.REDUCTION, span, message, help)
                 return None
         return values.call("enough", body, share, by)
 
     def _fold(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`fold(x, start)`, `fold(x over prunes, start)`."""
         if len(node.arguments) != 2 or node.arguments[0].keyword is not None:
-            message = "`fold` takes what `prev` becomes, and what it is at first"
+            message = "`fold` takes two arguments: the next value, in terms of `prev`, and the first one"
             self._report(codes.ARGUMENTS, node.span, message, example("fold"))
             return None
         if not self._plain("fold", node.arguments[1:]):
@@ -265,12 +259,12 @@ class Forms(ABC):
             start_text = node.arguments[1].value.span.quoted()
             of_prunes = "" if Axis.QUERY in body.axes else " over prunes"
             help = offer(f"write `fold({text}{of_prunes}, {start_text})`", at=node.span)
-            self._report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)
+            self._report(codes.AXIS, over.span, "a fold ranges over queries or prunes", help)
         elif not _reads_previous(body.expr):
             newest: str = f"`last({text})` is the newest one"
             newest = newest if body.observes else instead(newest, f"last({text})", node.span)
             mend = newest if Axis.QUERY in body.axes else instead("leave the fold out", operand(text), node.span)
-            self._report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", mend)
+            self._report(codes.ARGUMENTS, span, f"a fold continues from `prev`, which `{text}` does not read", mend)
         elif self.reductions.is_of_other(node, body):
             pass
         elif not body.axes <= allowed:
@@ -278,46 +272,43 @@ class Forms(ABC):
             reduced = (
                 offer(f"reduce it over dims: `sum({text} over dims)`")
                 if Axis.DIM in body.axes
-                else "reduce its part over queries"
+                else "reduce the part that varies over queries"
             )
             self._report(
                 codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", reduced
             )
         elif word == "prunes" and of_query_heads_at_once(body.expr):
-            message = "a fold over prunes is the KV head's, and cannot read a tensor that each query head has of its own"
+            message = "a fold over prunes belongs to a KV head, and cannot read a tensor with one value per query head"
             self._report(codes.NOT_HERE, span, message)
         elif reads_text(body.expr) or (word == "queries" and any(map(_of_many_queries, walk(body.expr)))):
-            message = (
-                "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"
-            )
+            message = "a fold runs query by query, so it cannot contain a reduction over all queries, only another fold over queries"
             self._report(codes.NESTED, span, message)
         elif any(over_queries(part) and _reads_previous(part) for part in walk(body.expr)):
-            message = "`prev` of a fold over prunes is none of a query's, and cannot stand in a reduction over queries"
+            message = "`prev` of a fold over prunes belongs to no query, and cannot stand in a reduction over queries"
             self._report(codes.NESTED, span, message, "read `prev` outside of the reduction")
         elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
             self._report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
         elif word == "queries" and (compares := compares_slots(body.expr)) is not None:
-            message = f"slots are compared in a settle, so `{compares}` cannot stand in a fold that goes on query by query"
-            self._report(codes.OTHERS, span, message, "read it outside of the fold, or in one over prunes")
+            message = f"slots are compared when a step settles, so `{compares}` cannot stand in a fold over queries"
+            self._report(codes.OTHERS, span, message, "read it outside the fold, or in a fold over prunes")
         elif body.pools:
             self.reductions.pooled(node, "a fold")
         elif reads_heads(body.expr):
-            self._report(codes.ACROSS, span, "a fold is remembered of each KV head's slots, and cannot read `over heads`")
+            self._report(codes.ACROSS, span, "a fold belongs to the slots of one KV head, and cannot read `over heads`")
         elif not _is_start(start) and not (word == "queries" and _is_of_query(start)):
             where = node.arguments[1].value.span
-            message = f"a fold begins with what is known of a token when it comes, but `{where.quoted()}` is not"
+            message = f"a fold starts with a value known when the token arrives, which `{where.quoted()}` is not"
             self._report(
                 codes.NOT_HERE,
                 where,
                 message,
-                "a number, `position`, what its key and value say, or what the first query gives",
+                "start with a number, `position`, a value of its key or value, or of the first query",
             )
         else:
             return values.fold_of(body, start, "prunes" if word == "prunes" else "queries")
         return None
 
     def _pool(self, node: syn.Call, scope: Scope) -> Value | None:
-        """`max_pool(x, n)`, `mean_pool(x, n)`."""
         name = node.function.text
         constant = [isinstance(argument.value, syn.Constant) for argument in node.arguments]
         swapped = constant == [True, False]
@@ -356,11 +347,11 @@ class Forms(ABC):
         "enough": _enough,
         "fold": _fold,
     }
-    """What is written as a function, but is no elementwise one."""
+    """Functions that are neither elementwise nor reductions."""
 
 
 def _reads_previous(expr: Expr) -> bool:
-    """Whether the body of a fold reads what it came to before; another fold inside of it reads its own."""
+    """Return whether the body of a fold reads its `prev`; a nested fold has its own."""
     return expr == PREVIOUS or (expr.kind != "fold" and any(map(_reads_previous, children(expr))))
 
 
@@ -369,19 +360,19 @@ def _of_many_queries(part: Expr) -> bool:
 
 
 def _is_start(start: Value) -> bool:
-    """Whether a value is the token's own, and stays what it is."""
+    """Return whether a value belongs to the token and never changes."""
     return start.axes <= {Axis.SLOT} and all(map(_stays, walk(start.expr)))
 
 
 def _is_of_query(start: Value) -> bool:
-    """Whether a value is one that a query gives a slot, such as a fold goes on by."""
+    """Return whether one query gives each slot this value, as in the body of a fold."""
     plain = Axis.QUERY in start.axes and start.axes <= {Axis.QUERY, Axis.SLOT} and not start.pools
     whole = (_reads_previous, reads_text, reads_heads, compares_slots)
     return plain and not any(map(_of_many_queries, walk(start.expr))) and not any(reads(start.expr) for reads in whole)
 
 
 def _stays(part: Expr) -> bool:
-    """Whether a node reads nothing but what is known of a token when it comes."""
+    """Return whether a node reads only what is known when the token arrives."""
     if part.kind == "reduce":
         return part.axis is Axis.DIM and part.within == "all"
     if part.kind == "input":
@@ -390,6 +381,6 @@ def _stays(part: Expr) -> bool:
 
 
 def _of_values(expr: Expr) -> bool:
-    """Whether it varies over the dims of a value."""
+    """Return whether an expression varies over the dims of values."""
     inside = isinstance(expr, Reduce) and expr.axis is Axis.DIM
     return expr == Input(name="v") or (not inside and any(map(_of_values, children(expr))))

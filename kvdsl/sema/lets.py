@@ -1,4 +1,4 @@
-"""The lets of files: the prelude's, those that a file defines or imports, and those of a library without a policy."""
+"""The lets of the prelude, of a file and its imports, and of a library without a policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvdsl.syntax import nodes as syn
 
 
 def prelude_scope(prelude: syn.Module) -> Scope:
-    """The names of the prelude."""
+    """Return a scope with the prelude's names."""
     scope = Scope({})
     for let in prelude.lets:
         scope.names[let.name.text] = LetName(let, scope, prelude=True)
@@ -22,10 +22,10 @@ def prelude_scope(prelude: syn.Module) -> Scope:
 
 
 def module_scope(module: Module, prelude: Scope, sink: Sink, known: dict[Module, Scope] | None = None) -> Scope:
-    """The lets of a file and those that it imports; names mean what they mean in the file that defines them.
+    """Return a scope with a file's lets and imported lets. Each let is resolved in the file that defines it.
 
     Args:
-        known: the scopes of files that were read already; those that are read now join them.
+        known: scopes of files already read; updated in place.
     """
     known = {} if known is None else known
     if module in known:
@@ -52,13 +52,13 @@ def module_scope(module: Module, prelude: Scope, sink: Sink, known: dict[Module,
 
 
 def check_library(module: Module, prelude: Scope, sink: Sink) -> None:
-    """Checks the lets of a file without a policy."""
+    """Check the lets of a file without a policy."""
     scope = module_scope(module, prelude, sink)
     check_lets(list(scope.names.values()), Expressions(sink, lenient=module.broken))
 
 
 def check_lets(definitions: Iterable[Definition], expressions: Expressions) -> None:
-    """Checks lets that nothing uses; of functions only the names, since their arguments are not known."""
+    """Check unused lets. Of functions only names are checked, since the arguments are unknown."""
     for definition in definitions:
         if isinstance(definition, LetName):
             let = definition.let

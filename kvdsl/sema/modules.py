@@ -1,4 +1,4 @@
-"""Files and what they import."""
+"""Load files and their imports."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ MAX_IMPORTS = 16
 NO_TEXTS: Mapping[Path, str] = MappingProxyType({})
 
 Found = tuple[Path, str, str | None]
-"""Where an imported file lies, how messages call it, and what helps if it cannot be read."""
+"""An imported file's path, its name in messages, and a help if it cannot be read."""
 
 
 @dataclass(eq=False)
 class Module:
-    """A file with the modules that it imports, each with the statement that names it."""
+    """A file with its imported modules, each with the statement that names it."""
 
     syntax: syn.Module
     imported: list[tuple[syn.Import, Module]] = field(default_factory=list)
 
     @property
     def imports(self) -> list[Module]:
-        """The modules that it imports, each once."""
+        """The imported modules, each once."""
         return list(dict.fromkeys(module for _, module in self.imported))
 
     @property
     def file(self) -> SourceFile:
-        """The file."""
+        """The source file."""
         return self.syntax.file
 
     @property
     def edition(self) -> int:
-        """The edition of the language that the file is written in; the newest where it does not say."""
+        """The file's edition of the language; the newest if the file does not state one."""
         said = [one.text for one in self.syntax.editions]
         return int(said[0]) if said and said[0].isdecimal() else EDITION
 
     @property
     def broken(self) -> bool:
-        """Whether so much of it could not be read that names may be missing."""
+        """Whether unreadable text may hide definitions, here or in an import."""
         return any(module.syntax.broken for module in self.all())
 
     def all(self) -> Iterator[Module]:
-        """The file and everything that it imports, each once, however many ways lead to it."""
+        """Yield the module and its direct and indirect imports, each once."""
         waiting, seen = [self], set[Module]()
         while waiting:
             module = waiting.pop()
@@ -66,13 +66,13 @@ class Module:
                 waiting += module.imports
 
     def lets(self) -> Iterator[tuple[syn.Let, Module]]:
-        """Its own lets, then those of the files that it imports; each with the file in which its names mean something."""
+        """Yield the module's lets, then those of its imports, each with the module that resolves its names."""
         for module in (self, *self.imports):
             for let in module.syntax.lets:
                 yield let, module
 
     def policies(self) -> Iterator[tuple[syn.Policy, Module]]:
-        """Its own policies, then those of the files that it imports."""
+        """Yield the module's policies, then those of its imports."""
         for module in (self, *self.imports):
             for policy in module.syntax.policies:
                 yield policy, module
@@ -82,7 +82,7 @@ class Loader:
     """Loads files, each once.
 
     Args:
-        texts: what is to be read in the place of files, by resolved path, as an editor has it that is not saved.
+        texts: texts to read instead of files, by resolved path, such as an editor's unsaved buffers.
     """
 
     def __init__(self, sink: Sink, texts: Mapping[Path, str] = NO_TEXTS) -> None:
@@ -93,11 +93,11 @@ class Loader:
 
     @property
     def read(self) -> list[Path]:
-        """The files that were loaded, as resolved paths, and those that an import names and that are not there or cannot be read."""
+        """The resolved paths of all loaded files, and of imports that are missing or unreadable."""
         return [*self._loaded, *sorted(self._tried - self._loaded.keys())]
 
     def load(self, source: SourceFile) -> Module:
-        """A source with everything that it imports."""
+        """Load a source with all its imports."""
         if isinstance(source, Combined):
             return self._combined(source)
         syntax = parse_module(source, self.sink)
@@ -119,7 +119,7 @@ class Loader:
         return module
 
     def _combined(self, source: Combined) -> Module:
-        """A policy with clauses, as in a file that imports the policy, and in its edition."""
+        """Load a policy with clauses as a file that imports the policy, in that file's edition."""
         named = source.span(0, source.named)
         text = source.base if isinstance(source.base, SourceFile) else read(source.base, self.sink, str(source.base), named)
         base = None if text is None else self.load(text)
@@ -137,12 +137,12 @@ class Loader:
         if not module.editions:
             if not module.broken:
                 help = begin(f"write `kv {EDITION}` on the first line", f"kv {EDITION}")
-                self.sink.report(codes.EDITION_MISSING, start, "the file does not say its edition", help)
+                self.sink.report(codes.EDITION_MISSING, start, "the file does not state its edition", help)
             return
         first, *more = module.editions
         others = [item.span for items in (module.imports, module.lets, module.policies, module.tests) for item in items]
         if any(other.start < first.span.start for other in others):
-            self.sink.report(codes.EDITION, first.span, "the edition does not stand first")
+            self.sink.report(codes.EDITION, first.span, "the edition must come first")
         for edition in more:
             message = "the edition is given twice"
             self.sink.report(codes.EDITION, edition.span, message, labels=[Label(first.span, "first here")])
@@ -150,7 +150,7 @@ class Loader:
             if edition.text not in map(str, range(1, EDITION + 1)):
                 message = f"unknown edition `{edition.text}`"
                 self.sink.report(
-                    codes.EDITION, edition.span, message, offer(f"the newest that this kvdsl knows is `kv {EDITION}`")
+                    codes.EDITION, edition.span, message, offer(f"the newest edition of this kvdsl is `kv {EDITION}`")
                 )
 
     def _import(self, statement: syn.Import, importer: SourceFile) -> Module | None:
@@ -158,7 +158,7 @@ class Loader:
         return None if found is None else self._enter(statement, *found)
 
     def _shipped(self, statement: syn.Import) -> Found | None:
-        """The shipped policy that an import names."""
+        """Find the shipped policy that an import names."""
         stem = statement.name.text
         path = shipped_policy(stem)
         if path is None:
@@ -169,10 +169,10 @@ class Loader:
         return path, str(path), None
 
     def _beside(self, statement: syn.Import, importer: SourceFile) -> Found | None:
-        """The file that an import names by a path relative to the importing one.
+        """Find the file that an import names by a path relative to the importing file.
 
-        Without a folder in it the path may be of a policy of the short list, as it had to be before those could be named; whichever
-        of the two is taken, that is said.
+        A path without a folder may also name a policy of the short list, which was once the only way to import it. A warning says which
+        of the two is used.
         """
         name, span = statement.name.text, statement.name.span
         stem = PurePosixPath(name).stem
@@ -192,20 +192,20 @@ class Loader:
         if shipped is None or not is_shipped_like_a_file(shipped) or "/" in name:
             return path, shown, None if shipped is None else new
         if not _exists(path):
-            message = f"there is no file `{shown}`: the shipped policy of that name is taken"
+            message = f"there is no file `{shown}`, so the shipped policy of that name is imported"
             self.sink.report(codes.SHIPPED_BY_FILE, span, message, instead(f"write `import {stem}`", stem))
             return shipped, str(shipped), None
         if not _same(path, shipped) and importer.stem != f"{stem}_test":
             message = f"`{name}` is the file beside this one, not the shipped policy of that name"
             help = both(
-                instead(f'write `import "./{name}"` to say so', f'"./{name}"'),
+                instead(f'write `import "./{name}"` to make that clear', f'"./{name}"'),
                 instead(f", or `import {stem}` for the shipped policy", stem),
             )
             self.sink.report(codes.SHIPPED_BY_FILE, span, message, help)
         return path, shown, None
 
     def _enter(self, statement: syn.Import, path: Path, shown: str, help: str | None) -> Module | None:
-        """The module of a file; None after a report that it cannot be read, or is being read."""
+        """Load an imported file; None after a report that it is unreadable or part of a cycle."""
         name, span = statement.name.text, statement.name.span
         identity = _resolved(path)
         if len(self._loading) > MAX_IMPORTS:
@@ -226,16 +226,16 @@ class Loader:
 
 
 def import_of(policy: str) -> str:
-    """How to make a policy known that is not, as a help text: by the shipped file that holds it, if there is one."""
+    """Return a help that imports an unknown policy, from the shipped file that holds it if there is one."""
     stems = stems_by_name()
     stem = stems.get(policy)
     if stem is not None:
         return add(f"write `import {stem}`", " above")
     near = nearest(policy, stems)
     if near is not None:
-        text = f"did you mean `{near}`, which `import {stems[near]}` makes known?"
+        text = f"did you mean `{near}`, from `import {stems[near]}`?"
         return Help(text, lambda span: named_and_imported(span, near, stems[near]))
-    return 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
+    return 'import the file that defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
 
 
 def _resolved(path: Path) -> Path:
@@ -246,7 +246,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is something at a path; also where the system does not let us look."""
+    """Return whether a path exists; True if the system denies access."""
     try:
         return path.exists()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which names may be given: they become Python, C++ and file names."""
+"""Which names are allowed: they become names in Python and C++, and of files."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ _RESERVED = frozenset(_CLASS_NAMES.split())
 
 
 def problem(name: str, kind: str) -> str | None:
-    """Why a name cannot be used for a param, policy, package or let; None if it can."""
+    """Return why a name cannot be used for a param, policy, package or let; None if it can."""
     if len(name) > MAX_LENGTH:
         return f"the name `{name[:20]}…` is longer than {MAX_LENGTH} characters"
     if "__" in name or (name.startswith("_") and name[1:2].isupper()):
-        return f"`{name}` is reserved: names have no two underscores in a row and no `_` before a capital"
-    if kind != "name" and keyword.iskeyword(
-        name
-    ):  # a let and its arguments are put in, so that their names are printed nowhere
+        return f"`{name}` is reserved: names have no `__`, and no `_` before a capital"
+    if kind != "name" and keyword.iskeyword(name):  # names of lets are inlined, so generated code does not contain them
         return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
     if kind in ("param", "unit", "tensor", "given") and name in _CPP:
         return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
     if kind in ("param", "given") and name in _RESERVED:
-        return f"`{name}` is a name that every cache class has itself"
+        return f"`{name}` is an attribute or argument of every cache class"
     return None
 
 
@@ -61,7 +59,7 @@ _BECOMES = {
 
 
 def check_name(word: syn.Word, kind: str, sink: Sink) -> bool:
-    """Whether a name can be used; reports if not."""
+    """Return whether a name can be used; report it otherwise."""
     found = problem(word.text, kind)
     if found is not None:
         sink.report(codes.BAD_NAME, word.span, found, "choose another name")
@@ -69,7 +67,7 @@ def check_name(word: syn.Word, kind: str, sink: Sink) -> bool:
 
 
 def check_stem(source: SourceFile, sink: Sink) -> None:
-    """Reports a file whose stem cannot be the name of a package."""
+    """Report a file whose stem cannot name a package."""
     found = stem_problem(source.stem)
     if found is not None:
         help = "rename the file: its stem consists of letters, digits and `_`"
@@ -77,7 +75,7 @@ def check_stem(source: SourceFile, sink: Sink) -> None:
 
 
 def stem_problem(stem: str) -> str | None:
-    """Why a file of this stem cannot hold a policy; None if it can."""
+    """Return why a file with this stem cannot hold a policy; None if it can."""
     found = problem(stem, "package")
     if found is None and not (stem.isascii() and stem.isidentifier()):
         return f"the file's name `{stem}` cannot be the name of a package"
@@ -85,7 +83,7 @@ def stem_problem(stem: str) -> str | None:
 
 
 def check_definition(statement: syn.Named, sink: Sink) -> bool:
-    """Whether the names that a statement defines may be used; reports if not."""
+    """Return whether the names that a statement defines are allowed; report them otherwise."""
     name = statement.name
     if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"

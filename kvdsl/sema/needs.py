@@ -1,4 +1,4 @@
-"""What statements need of an expression: a number that is fixed, or one number per slot."""
+"""What statements require of an expression: a fixed number, or one number per slot."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
 SELECTED = "the count of `select`"
-"""What messages call how many tokens a query attends to."""
+"""The count of `select` in messages."""
 
 READS_TENSORS = "`budget`, the counts of `keep` and `select`, and what ranks tokens may differ between KV heads"
 
 Report = Callable[..., None]
-"""Takes a code, a place, a message, and perhaps a help, as `Sink.report` does."""
+"""Takes a code, a place, a message and optionally a help, as `Sink.report` does."""
 
 
 def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: bool = False) -> bool:
-    """Whether a value is a single number that is known once the prompt is; reports if not.
+    """Return whether a value is a single number that is fixed once the prompt is known; report it otherwise.
 
     Args:
-        per_head: whether each KV head may have one of its own, which tensors tell.
+        per_head: whether it may read tensors, and so differ between KV heads.
     """
     text, help = span.quoted(), f"it can read params, {listed(FIXED, 'and')}"
     if value.axes:
@@ -53,13 +53,13 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
 
 
 def reads_data(expr: Expr) -> bool:
-    """Whether a number depends on what is cached, or on how much of the text was read."""
+    """Return whether a number depends on cached tokens, or on how much text was read."""
     changing = any(part.name not in FIXED for part in parts_of(expr, Input))
     return changing or has(expr, Reduce) or any(is_call(part, "enough", "random") for part in walk(expr))
 
 
 def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
-    """Whether a value that reads the data is a single number; reports if not."""
+    """Return whether a value that depends on the data is a single number; report it otherwise."""
     text = span.quoted()
     if not value.axes:
         return True
@@ -70,7 +70,7 @@ def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
 
 
 def of_counts(expr: Expr) -> str | None:
-    """What an expression reads that only a budget or a selection's count may; None if nothing."""
+    """Return the part of an expression that only a budget or a selection's count may read; None without one."""
     for part in walk(expr):
         if is_call(part, "enough"):
             return "enough(...)"
@@ -80,7 +80,7 @@ def of_counts(expr: Expr) -> str | None:
 
 
 def differs_by_head(expr: Expr) -> bool:
-    """Whether a value may differ between the KV heads of a layer. What a tensor has of the layer alone counts as different, too."""
+    """Return whether a value may differ between the KV heads of a layer. Every tensor counts, even one with only a layer axis."""
     if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
         return False
     if isinstance(expr, Input):
@@ -90,17 +90,17 @@ def differs_by_head(expr: Expr) -> bool:
 
 
 def reads_heads(expr: Expr) -> bool:
-    """Whether a value reads all KV heads of a layer."""
+    """Return whether a value reads all KV heads of a layer."""
     return ranks_across(expr) or has(expr, Reduce, axis=Axis.HEAD)
 
 
 def ranks_across(expr: Expr) -> bool:
-    """Whether a value is a place among the slots of all KV heads of a layer."""
+    """Return whether a value ranks the slots of all KV heads of a layer together."""
     return has(expr, Rank, within="heads")
 
 
 def of_query_heads_at_once(expr: Expr) -> bool:
-    """Whether a value outside of reductions over queries reads a tensor that each query head has of its own."""
+    """Return whether a value reads a tensor with a query head axis outside reductions over queries."""
     if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
         return False
     if isinstance(expr, Fold) and expr.over == "queries":
@@ -109,12 +109,12 @@ def of_query_heads_at_once(expr: Expr) -> bool:
 
 
 def asks_query_heads(expr: Expr) -> bool:
-    """Whether a value is made of what each query head gives or has of its own."""
+    """Return whether a value differs between query heads."""
     return of_query_heads(expr) or reads(expr, "attn", "logit")
 
 
 def of_query_heads_unpooled(expr: Expr) -> bool:
-    """Whether a score has a part that is found for each query head to its end: what pools is reduced over the group before."""
+    """Return whether some part of a score still differs between query heads; pools reduce over the GQA group first."""
     if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
         return False
     if isinstance(expr, Fold) and expr.over == "queries":
@@ -124,12 +124,12 @@ def of_query_heads_unpooled(expr: Expr) -> bool:
 
 
 def reads_text(expr: Expr) -> bool:
-    """Whether a value reads the queries of the whole prompt."""
+    """Return whether a value reads the queries of the whole prompt."""
     return has(expr, Reduce, within="text")
 
 
 def compares_slots(expr: Expr) -> str | None:
-    """By which words a value compares slots with each other; None if it does not."""
+    """Return the keyword by which a value compares slots; None without one."""
     for part in walk(expr):
         if isinstance(part, Reduce) and part.axis is Axis.OTHER:
             return "over others"
@@ -139,18 +139,20 @@ def compares_slots(expr: Expr) -> str | None:
 
 
 def differing_inside(expr: Reduce) -> Expr | None:
-    """What a reduction over heads reduces, or its condition, where that is more than one number of each KV head."""
+    """Return the body or condition of a reduction over heads if it is more than one number per KV head."""
     return next((part for part in (expr.body, expr.where) if part is not None and axes_of(part)), None)
 
 
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
-    """Whether a value is one number for all KV heads of a layer; reports if not."""
-    text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
+    """Return whether a value is one number for all KV heads of a layer; report it otherwise."""
+    text, what = span.quoted(), "the weight of a layer is one number for all its KV heads"
     for part in parts_of(value.expr, Reduce, axis=Axis.HEAD):
         if (found := differing_inside(part)) is not None:
             inner = print_expression(found)
-            message = f"for a layer's share `over heads` reduces one number of each KV head, but `{inner}` {extent(axes_of(found))}"
-            sink.report(codes.REDUCTION, span, message, f"reduce it before: `sum({inner} over slots)`")
+            message = (
+                f"in the weight of a layer `over heads` needs one number per KV head, but `{inner}` {extent(axes_of(found))}"
+            )
+            sink.report(codes.REDUCTION, span, message, f"reduce it first: `sum({inner} over slots)`")
             return False
     if value.axes:
         help = offer(f"`sum(sum({text} over slots) over heads)`", ", say") if value.axes == {Axis.SLOT} else None
@@ -164,7 +166,7 @@ def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
 
 
 def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
-    """Whether a value has one number per slot, so that tokens can be ranked by it; reports if not."""
+    """Return whether a value has one number per slot to rank tokens by; report it otherwise."""
     if value.axes <= {Axis.SLOT}:
         return True
     text = span.quoted()
@@ -177,21 +179,21 @@ def _how_to_reduce(value: Value, text: str) -> str:
     if Axis.OTHER in value.axes:
         return offer(f"reduce it over others: `sum({text} over others)`")
     if Axis.SLOT not in value.axes:
-        return offer("it is the same for all slots: rank them by what differs between them, `mean(attn)`", ", say")
+        return offer("it is the same for all slots: rank them by a value that differs, `mean(attn)`", ", say")
     if Axis.QUERY not in value.axes:
         return offer(f"reduce it over dims: `norm2({text})` or `sum({text} over dims)`")
     if reads_heads(value.expr) and (own := re.sub(r"\s+over heads\b", "", text)) != text:
         more = ", which `victims shared by heads` averages over the KV heads"
-        return offer(f"a KV head ranks its own slots by its own queries: `{own}`", more)
+        return offer(f"each KV head ranks its own slots by its own queries: `{own}`", more)
     if value.observes:
-        return "reduce its part over queries as well"
+        return "reduce the part that varies over queries as well"
     if Axis.DIM in value.axes:
         return offer(f"reduce it, first over dims: `mean(sum({text} over dims))`")
     return offer(f"reduce it over queries: `mean({text})`, `sum({text})` or `last({text})`")
 
 
 def selects(value: Value, span: Span, sink: Sink, what: str) -> bool:
-    """Whether a query can rank or weigh slots by a value before it attends; reports if not."""
+    """Return whether a query can rank or weigh slots by a value before it attends; report it otherwise."""
     text = span.quoted()
     if looks_back(value, span, what, sink):
         return False
@@ -207,7 +209,7 @@ def selects(value: Value, span: Span, sink: Sink, what: str) -> bool:
 
 
 def sketches(value: Value, span: Span, sink: Sink) -> bool:
-    """Whether a query can rank dims by a value before it attends; reports if not."""
+    """Return whether a query can rank dims by a value before it attends; report it otherwise."""
     what, text = "what `sketch` ranks by", span.quoted()
     if looks_back(value, span, what, sink):
         return False
@@ -225,12 +227,12 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
 
 
 def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
-    """Whether a value needs what is known only once the query has attended; reports if it does."""
+    """Report a value that is known only once the query has attended; return whether it is one."""
     example = "`abs(q)`" if Axis.DIM in value.axes else "`dot(q, k)`"
     help = "it reads queries, keys, values and numbers, for example "
     help = offer(help + example) if what != SELECTED else help.removesuffix(", for example ")
     if value.observes:
-        message = f"{what} cannot be reduced over queries: it is found for each query by itself"
+        message = f"{what} cannot be reduced over queries: it is computed for each query alone"
         sink.report(codes.LOOKS_BACK, span, message, help)
         return True
     for part in walk(value.expr):
@@ -239,7 +241,7 @@ def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
             sink.report(codes.LOOKS_BACK, span, message, help)
             return True
         if isinstance(part, Input) and part.name in ("attn", "logit"):
-            message = f"{what} is found before the query attends, so there is no `{part.name}` yet"
+            message = f"{what} is computed before the query attends, so there is no `{part.name}` yet"
             sink.report(codes.LOOKS_BACK, span, message, help)
             return True
     return False

@@ -25,7 +25,7 @@ from kvdsl.syntax import nodes as syn
 
 @dataclass(frozen=True)
 class CheckedParam:
-    """A param, and where its value stands: in the file, or in a setting."""
+    """A param, with the place of its value: in the file, or in a setting."""
 
     ir: ir.Param
     span: Span
@@ -33,13 +33,13 @@ class CheckedParam:
 
 @dataclass
 class Params:
-    """The params of a policy, checked in their order.
+    """The params of a policy, checked in order.
 
     Attributes:
         evaluate: checks an expression of a statement.
-        checked: those without errors.
-        inputs: what each of them reads (`budget`, `prompt`, tensors), itself or by other params.
-        known: the values of those that depend on nothing.
+        checked: the params without errors.
+        inputs: what each param reads (`budget`, `prompt`, tensors), directly or through other params.
+        known: the values of the params that depend on nothing.
     """
 
     flat: FlatPolicy
@@ -51,7 +51,7 @@ class Params:
     known: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Checks them all."""
+        """Check all params."""
         earlier: set[str] = set()
         for name, placed in self.flat.names.items():
             if isinstance(placed.statement, syn.Param):
@@ -73,18 +73,18 @@ class Params:
         if value is None or not self._reads_earlier(value, span, name, earlier):
             return
         if name == "budget" and value.constant is not None:
-            as_rate = self._rate(value.constant if written is None else written, span, written is not None)
-            value = value if as_rate is None else as_rate
+            ratio = self._ratio(value.constant if written is None else written, span, written is not None)
+            value = value if ratio is None else ratio
         value = self._in_range(name, value, span, low, high, statement)
         self.inputs[name] = self.inputs_of(value.expr)
         unit = None if statement.unit is None else statement.unit.text
         self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
 
-    def _rate(self, number: float, span: Span, is_written: bool) -> Value | None:
-        """A budget as a ratio of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
+    def _ratio(self, number: float, span: Span, is_written: bool) -> Value | None:
+        """Return a budget given as a ratio of the prompt; None for a count. Report a count with a fraction."""
         if 0 < number < 1 or (is_written and number == 1 and is_rate(number)):
-            rate = values.call("*", values.number(number), values.read_input("prompt"))
-            return values.call("max", values.number(1), values.call("floor", rate))
+            ratio = values.call("*", values.number(number), values.read_input("prompt"))
+            return values.call("max", values.number(1), values.call("floor", ratio))
         if is_written and number > 1 and number != int(number):
             message = (
                 f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a ratio up to 1.0"
@@ -94,7 +94,7 @@ class Params:
         return None
 
     def inputs_of(self, expr: ir.Expr) -> frozenset[str]:
-        """The inputs and tensors that an expression reads, itself or by the defaults of params."""
+        """Return the inputs and tensors that an expression reads, directly or through the defaults of params."""
         found: set[str] = set()
         for part in walk(expr):
             if isinstance(part, (ir.Input, ir.TensorRef)):
@@ -138,7 +138,7 @@ class Params:
     def _in_range(
         self, name: str, value: Value, span: Span, low: float | None, high: float | None, statement: syn.Param
     ) -> Value:
-        """The value, after a report if it lies outside of the range."""
+        """Return the value, after a report if it is out of range."""
         number = value_of(value.expr, self.known)
         if number is None:
             return value

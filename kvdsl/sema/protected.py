@@ -1,7 +1,7 @@
-"""Whether the `keep` lines of a policy may protect more tokens than its budget keeps.
+"""Warn if the `keep` lines of a policy can protect more tokens than its budget keeps.
 
-Tried out on a long text, with params at their defaults. What depends on the data, as `keep where attn > 0.1` does, is not known here; a
-cache warns of it.
+Simulates a long text, with params at their defaults. Data-dependent conditions, as in `keep where attn > 0.1`, are unknown here;
+the cache warns of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvdsl.passes.fold import value_of
 from kvdsl.sema.statements import CheckedKeep, Parts
 
 _PROMPT = 2**20
-"""Tokens of a prompt that stands for all long ones."""
+"""The length of a prompt that stands for all long ones."""
 
 _LAYERS = {"@layer": 0.0, "@layers": 32.0}
 _EVENLY = 61
-"""Places of a text that are looked at, beside those near its ends."""
+"""The number of evenly spaced positions to test, besides those near the ends."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Moment:
     """A settle in a long text.
 
     Attributes:
-        prompt: tokens of the prompt.
-        names: the values of params and inputs then.
-        room: how many protected tokens can stay.
-        held: how many of the prompt's tokens are there at most.
+        prompt: the length of the prompt.
+        names: the values of params and inputs.
+        room: the number of protected tokens that can stay.
+        held: the most prompt tokens that can be cached.
     """
 
     prompt: int
@@ -45,11 +45,11 @@ class Moment:
 
 @dataclass
 class Protected:
-    """Warns where more tokens are protected than the budget keeps.
+    """Warns if more tokens are protected than the budget keeps.
 
     Attributes:
-        known: values of params (`name`) and of the budget (`@budget`), as far as they are constant.
-        grows: whether a `budget` statement says what is kept, so that another one cannot be added.
+        known: the constant values of params (`name`) and of the budget (`@budget`).
+        grows: whether a `budget` statement exists, so that a help cannot add one.
     """
 
     sink: Sink
@@ -63,7 +63,7 @@ class Protected:
             any(self._warns(moment) for moment in self._moments())
 
     def _moments(self, prompt: int = _PROMPT) -> Iterator[Moment]:
-        """When something may leave: at the prompt's end, and far behind it."""
+        """Yield the settles at the end of the prompt and far behind it, if they evict."""
         when, held = self.parts.words["when"], prompt
         for newest in (prompt - 1, 4 * prompt - 1):
             names = {**self.known, **_LAYERS, "@prompt": float(prompt), "@seen": newest + 1.0, "@newest": float(newest)}
@@ -74,7 +74,7 @@ class Protected:
             held = min(held, kept)
 
     def _kept(self, names: Mapping[str, float]) -> int | None:
-        """Tokens that the budget keeps, if that is known."""
+        """Return the number of tokens that the budget keeps; None if it is unknown."""
         exprs = self.parts.exprs
         values = [value_of(exprs["measured"].expr, names)] if "measured" in exprs else []
         most = value_of(exprs["budget"].expr, {**names, "@everything": math.inf})
@@ -83,7 +83,7 @@ class Protected:
         return math.floor(min(known)) if len(known) == len(values) and math.isfinite(min(known)) else None
 
     def _room(self, names: Mapping[str, float], kept: int) -> int:
-        """How many protected tokens can stay whenever tokens leave."""
+        """Return how many protected tokens can stay in a settle."""
         drop, slack = (self._value(name, names) for name in ("max_drop", "slack"))
         hard = self.parts.words["cap"] == "hard" and self.parts.words["when"] != "prefill"
         return kept + (math.floor(slack) if drop else 0) - hard
@@ -109,15 +109,15 @@ class Protected:
         return True
 
     def _mended(self, keep: CheckedKeep) -> str:
-        """What to do where one condition protects too many."""
+        """Return a help for a condition that protects too many tokens."""
         counts = [[_count([keep], moment) for moment in self._moments(prompt)] for prompt in (_PROMPT // 2, _PROMPT)]
         if counts[0] == counts[1]:
             return "protect fewer, or raise the budget"
         if any(count > moment.room + _PROMPT for count, moment in zip(counts[1], self._moments(), strict=True)):
             return "protect fewer"
         if self.grows or "budget" not in self.known:
-            return "have the budget grow with the prompt, or protect fewer"
-        return add("add `budget prompt + budget`", ": then the param counts what is kept beyond the prompt")
+            return "let the budget grow with the prompt, or protect fewer"
+        return add("add `budget prompt + budget`", ": the param then counts the tokens kept beyond the prompt")
 
     def _report(self, keep: CheckedKeep, what: str, moment: Moment, help: str) -> None:
         hard = " when room is made for another one" if self.parts.words["cap"] == "hard" else ""
@@ -128,7 +128,7 @@ class Protected:
 
 
 def _count(keeps: list[CheckedKeep], moment: Moment) -> int:
-    """How many tokens these protect together: between two places that are looked at, protection begins or ends once at most."""
+    """Count the tokens protected together. Between two tested positions, protection starts or ends at most once."""
     names, end = moment.names, int(moment.names["@newest"]) + 1
     bounds = [_floored(keep.ir.count, names) for keep in keeps if keep.ir.count is not None]
     near = {2**power - 1 for power in range(end.bit_length())} | {n + off for n in bounds for off in (-1, 0)}
@@ -144,15 +144,15 @@ def _count(keeps: list[CheckedKeep], moment: Moment) -> int:
         return any(_holds(keep, at, names) for keep in keeps)
 
     def within(low: int, high: int) -> int:
-        looked = [(at, holds(at)) for at in sorted(places) if low <= at < high]
-        between = sum(_between(earlier, later, holds) for earlier, later in pairwise(looked))
-        return between + sum(protected for _, protected in looked)
+        tested = [(at, holds(at)) for at in sorted(places) if low <= at < high]
+        between = sum(_between(earlier, later, holds) for earlier, later in pairwise(tested))
+        return between + sum(protected for _, protected in tested)
 
     return min(within(0, moment.prompt), moment.held) + within(moment.prompt, end)
 
 
 def _between(earlier: tuple[int, bool], later: tuple[int, bool], holds: Callable[[int], bool]) -> int:
-    """How many places between these two are protected."""
+    """Count the protected positions between two tested ones."""
     (low, first), (high, last) = earlier, later
     if first == last:
         return (high - low - 1) * first
@@ -168,7 +168,7 @@ def _floored(count: Expr | None, names: Mapping[str, float]) -> int:
 
 
 def _holds(keep: CheckedKeep, at: int, names: Mapping[str, float]) -> bool:
-    """Whether a `keep` protects the token at a place of the text; False where that is not known."""
+    """Return whether a `keep` protects the token at a position; False if that is unknown."""
     age = names["@newest"] - at
     if keep.ir.scope in ("first", "last"):
         return (at if keep.ir.scope == "first" else age) < _floored(keep.ir.count, names)

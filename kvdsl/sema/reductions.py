@@ -1,4 +1,4 @@
-"""What reductions and pools need of what they reduce."""
+"""Check what reductions and pools reduce."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ _PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTH
 
 @dataclass(frozen=True)
 class Over:
-    """What a reduction ranges over.
+    """The range of a reduction.
 
     Attributes:
-        last: the N of `over last N queries`. `after`: that of `over text after N`.
-        where: the condition of `x where c`. `by`: the key of `x over slots by key`.
+        last: the N of `over last N queries`.
+        after: the N of `over text after N`.
+        where: the condition of `x where c`.
+        by: the key of `x over slots by key`.
     """
 
     axis: Axis = Axis.QUERY
@@ -61,14 +63,14 @@ class Over:
 
     @property
     def range(self) -> str:
-        """Which of `kvdsl.ir.ops.RANGES` it is."""
+        """The range's name in `kvdsl.ir.ops.RANGES`."""
         return range_of(self.axis, self.within, last=self.last is not None)
 
 
 def in_fewer_words(over: Over, body: Value, is_page: Callable[[Expr], bool]) -> tuple[Over, Value]:
-    """A range of other slots as one of slots, where that says the same: by a key, or of the page behind.
+    """Rewrite a range over other slots as one over slots, by key or of the next page, if it means the same.
 
-    What is left compares a slot with all others, or with all slots.
+    Other ranges compare each slot with all others, or with all slots.
     """
     if over.axis is not Axis.OTHER or over.within != "self" or over.where is None:
         return over, body
@@ -92,34 +94,34 @@ def in_fewer_words(over: Over, body: Value, is_page: Callable[[Expr], bool]) -> 
 
 
 def _condition(where: Value, parts: list[Expr]) -> Value | None:
-    """What is left of a condition."""
+    """Join the parts of a condition again."""
     left = together(parts)
     return None if left is None else replace(where, expr=left, axes=axes_of(left))
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """Makes reductions and pools of checked values; reports those that make no sense, and gives None for them."""
+    """Builds reductions and pools of checked values; those without meaning are reported and become None."""
 
     report: Report
     around: list[syn.Call] = field(default_factory=list)
-    """The reductions in which the one stands that is checked, the innermost last."""
+    """The enclosing reductions, the innermost last."""
 
     def axis(self, over: syn.Over) -> Over | None:
-        """What the word after `over` means."""
+        """Return the range of the word after `over`."""
         word = over.axis
         if word.text in _AXES:
             return Over(*_AXES[word.text])
         meant = habits.AXES.get(word.text)
         help = did_you_mean(word.text, _AXES) if meant is None else offer(f"write `{meant}`")
         if word.text in habits.APART:
-            help = leave_out("each row of a batch and each layer has values of its own: leave it out", over.span)
+            help = leave_out("leave it out: each row of a batch and each layer has its own values", over.span)
         help = help or f"the axes are {listed(_AXES, 'and')}"
         self.report(codes.AXIS, word.span, f"unknown axis `{word.text}`", help)
         return None
 
     def reduce(self, node: syn.Call, op: str, over: Over, body: Value, argument: Value | None = None) -> Value | None:
-        """The reduction that a call stands for, perhaps with an argument of its own."""
+        """Build the reduction of a call, possibly with a second argument."""
         reduced = body if over.where is None else values.call("where", over.where, body, values.number(0))
         fits = self._fits_operator(node, op, over, reduced) and self._fits_body(node, op, over, reduced)
         if not fits or not self.fits_key(node, over, reduced):
@@ -127,26 +129,28 @@ class Reductions:
         return values.reduce(op, over.axis, body, over.last, argument, over.within, over.after, over.where, over.by)
 
     def fits_key(self, node: syn.Call, over: Over, body: Value) -> bool:
-        """Whether slots can be told apart by a key, and what they have be reduced by it: whatever the query."""
+        """Return whether slots can be grouped by a key and the body reduced by it; report them otherwise."""
         if over.by is None:
             return True
         span = node.arguments[0].value.span
         if over.axis is not Axis.SLOT or over.within != "all":
-            message = f"`by` gives every slot what the slots with its key have, so `{node.function.text}` ranges over slots"
-            self.report(codes.KEY, node.span, message, "`over slots` stands before `by`")
+            message = (
+                f"`by` gives every slot the value of the slots with its key, so `{node.function.text}` ranges over slots"
+            )
+            self.report(codes.KEY, node.span, message, "write `over slots` before `by`")
         elif over.by.axes != {Axis.SLOT}:
             message = f"a key is one number per slot, but `{print_expression(over.by.expr)}` {extent(over.by.axes)}"
-            key, more = node.arguments[0].key, ", say: the tokens' places in the text by sixteen"
+            key, more = node.arguments[0].key, ", say: groups of 16 tokens in the order of the text"
             self.report(
                 codes.KEY, node.span, message, offer("a key is `page(16)`", more, at=None if key is None else key.span)
             )
         elif over.by.pools:
             self.pooled(node, "a key")
         elif Axis.QUERY in body.axes:
-            message = f"`by` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
+            message = f"`by` needs a value that does not depend on the query, but `{span.quoted()}` {extent(body.axes)}"
             self.report(codes.KEY, span, message, offer(f"reduce it over queries: `sum({span.quoted()})`, say"))
         elif reads_heads(body.expr) or any(map(_of_query_heads, (body.expr, over.by.expr))):
-            self.report(codes.KEY, span, "slots are grouped for a KV head, so `by` cannot read what each query head has")
+            self.report(codes.KEY, span, "slots are grouped per KV head, so `by` cannot read values per query head")
         else:
             return True
         return False
@@ -155,7 +159,7 @@ class Reductions:
         if over.where is not None and (REDUCTIONS[op].argument or op in ("last", "median")):
             text = node.arguments[0].value.span.quoted()
             help = (
-                f"`fold(where(c, {text}, prev), 0)` goes on with the newest one for which c holds" if op == "last" else None
+                f"`fold(where(c, {text}, prev), 0)` remembers the newest value for which c holds" if op == "last" else None
             )
             self.report(codes.ARGUMENTS, node.span, f"`{op}` takes no `where`", help)
             return False
@@ -170,7 +174,7 @@ class Reductions:
             self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
         elif over.range == "queries":
             text, *rest = (argument.value.span.quoted() for argument in node.arguments)
-            message = f"`{op}` of all queries cannot be kept up to date with one number per token"
+            message = f"`{op}` over all queries cannot be updated with one number per token"
             made = ", ".join([f"{text} over last 32 queries", *rest])
             self.report(codes.ARGUMENTS, node.span, message, offer(f"write `{op}({made})`", ", say"))
         else:
@@ -205,35 +209,37 @@ class Reductions:
             self.pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.axis is Axis.QUERY and (compares := compares_slots(body.expr)) is not None:
             message = f"slots are compared in a settle, not for every query, so `{compares}` cannot stand in a reduction over queries"
-            self.report(codes.OTHERS, span, message, "leave it outside of the reduction")
+            self.report(codes.OTHERS, span, message, "move it out of the reduction")
         elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
             message = (
-                "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
+                "`over heads` is known once the prompt is there, so it cannot stand in a reduction over queries or dims"
             )
-            self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
+            self.report(codes.ACROSS, span, message, "reduce over slots, or move it out of the reduction")
         elif over.within in ("page", "next") and Axis.QUERY in body.axes:
             self.page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)", node.span)
         elif over.within in ("page", "next") and any(is_call(part, "random") for part in walk(body.expr)):
-            message = "`random()` has no value where pages are read"
-            self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
+            message = "`random()` cannot be reduced over pages"
+            self.report(codes.RANDOM, span, message, "move it out of the reduction")
         else:
             return True
         return False
 
     def _fits_others(self, node: syn.Call, op: str, body: Value) -> bool:
-        """Whether `over others` can reduce a body: what two slots have, whatever the query and the query head."""
+        """Return whether `over others` can reduce a body: a value of two slots that depends on no query; report it otherwise."""
         span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
         if Axis.QUERY in body.axes:
-            message = f"slots are compared by what they have whatever the query, but `{text}` {extent(body.axes)}"
-            self.report(codes.OTHERS, span, message, "reduce its part over queries")
+            message = f"slots are compared by values that do not depend on the query, but `{text}` {extent(body.axes)}"
+            self.report(codes.OTHERS, span, message, "reduce the part that varies over queries")
         elif Axis.OTHER not in body.axes:
-            message = f"`over others` compares a slot with each of the others, but `{text}` reads none"
-            help = offer(f"`other({text})`", " is what the other one has") if Axis.SLOT in body.axes else _unreduced(node)
+            message = f"`over others` compares a slot with each other slot, but `{text}` reads no other slot"
+            help = (
+                offer(f"`other({text})`", " is the value of the other slot") if Axis.SLOT in body.axes else _unreduced(node)
+            )
             self.report(codes.OTHERS, span, message, help)
         elif body.pools:
             self.pooled(node, f"a reduction, as `{op}(...)` is one")
         elif of_query_heads_at_once(body.expr) or reads_text(body.expr):
-            message = "slots are compared for a KV head, so `over others` cannot read what each query head has of its own"
+            message = "slots are compared per KV head, so `over others` cannot read values per query head"
             self.report(codes.OTHERS, span, message)
         elif body.spaces != {""} and len(body.spaces) > 1:
             self.mixed(span, body)
@@ -242,50 +248,46 @@ class Reductions:
         return False
 
     def other(self, span: Span, body: Value, written: str, at: Span) -> Value | None:
-        """What the other slot has of a body at `span`; `written` is how a help says it of `{}` in the place `at`."""
+        """Return the other slot's value of a body at `span`. Helps at the place `at` write it as `written`, with `{}` for the body."""
         text = span.quoted()
         if Axis.OTHER in body.axes:
-            self.report(codes.OTHERS, span, f"`{text}` is what another slot has already", "reduce it before")
+            self.report(codes.OTHERS, span, f"`{text}` already belongs to another slot", "reduce it first")
         elif Axis.QUERY in body.axes:
-            message = f"another slot has what is the same whatever the query, but `{text}` {extent(body.axes)}"
+            message = f"only a value that does not depend on the query can be read of another slot, but `{text}` {extent(body.axes)}"
             help = f"reduce it over queries: `{written.format(f'mean({text})')}`"
             self.report(codes.OTHERS, span, message, offer(help, at=at) if Axis.DIM not in body.axes else None)
         elif Axis.SLOT not in body.axes:
-            message = (
-                f"another slot has nothing of its own of `{text}`, which is the same for all of them: it {extent(body.axes)}"
-            )
+            message = f"`{text}` is the same for all slots, so it cannot be read of another slot: it {extent(body.axes)}"
             self.report(codes.OTHERS, span, message, offer(f"write `{text}`", at=at))
         else:
             return values.other(body)
         return None
 
     def is_of_other(self, node: syn.Call, body: Value) -> bool:
-        """Whether a value still reads the other one of two slots, which a call cannot take; reports if so."""
+        """Report a call on a value that reads another slot; return whether it does."""
         if Axis.OTHER not in body.axes:
             return False
         text = node.arguments[0].value.span.quoted()
-        message = f"`{node.function.text}` cannot take what is compared: only a reduction `over others` reads `other(...)`"
+        message = f"`{node.function.text}` cannot read another slot: only a reduction `over others` reads `other(...)`"
         self.report(
             codes.OTHERS,
             node.span,
             message,
-            instead(
-                f"reduce it before: `sum({text} over others)`", f"sum({text} over others)", node.arguments[0].value.span
-            ),
+            instead(f"reduce it first: `sum({text} over others)`", f"sum({text} over others)", node.arguments[0].value.span),
         )
         return True
 
     def page_of_query(self, span: Span, body: Value, instead: str, whole: Span) -> None:
-        message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
+        message = f"`over page` needs a value that does not depend on the query, but `{span.quoted()}` {extent(body.axes)}"
         help: str | None = f"`{instead}`, say" if Axis.DIM not in body.axes else None
         self.report(codes.PAGE, span, message, help if help is None or self.around else offer(help, at=whole))
 
     def mixed(self, span: Span, body: Value) -> None:
-        """Reports dims of several kinds at one place, or projected ones where a key's are asked for."""
+        """Report a value that mixes dims of keys and projected dims, or has projected dims where keys' are needed."""
         matrix = next(iter(sorted(body.spaces - {""})))
-        message = f"`{span.quoted()}` has dims that `{matrix}` projects to, which are not those of a key"
+        message = f"`{span.quoted()}` has the dims of the projection `{matrix}`, not those of a key"
         if len(body.spaces) > 1:
-            message = f"`{span.quoted()}` puts dims that `{matrix}` projects to beside others"
+            message = f"`{span.quoted()}` mixes the dims of the projection `{matrix}` with others"
         both = f"dot(project(q, {matrix}), project(k, {matrix}))"
         self.report(codes.PROJECT, span, message, f"for example `{both}`")
 
@@ -296,20 +298,20 @@ class Reductions:
         inner = _inner_reduction(node.arguments[0].value)
         body = node.arguments[0].value.span
         span = body if inner is None else inner.span
-        help: str | None = "what all queries gave stands outside of a reduction over them"
+        help: str | None = "move the inner reduction out of the outer one"
         if inner is not None and span == body:
             over_slots = f", or over the slots `{op}({body.quoted()} over slots)`" if "slots" in REDUCTIONS[op].over else ""
             help = offer(f"one of them is enough: `{body.quoted()}`{over_slots}", at=node.span)
-        message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
+        message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one as well"
         self.report(codes.NESTED, span, message, help)
 
     def _of_heads(self, node: syn.Call, body: Value) -> None:
-        """What heads are reduced of is one number for each."""
+        """Report a reduction over heads of something else than one number per head."""
         text = node.arguments[0].value.span.quoted()
         message, help = f"`{text}` is the same for all KV heads", _unreduced(node)
         if Axis.DIM in body.axes:
             message = f"`over heads` reduces numbers of KV heads, but `{text}` {extent(body.axes)}"
-            help = offer(f"reduce it over dims before: `sum({text} over dims)`")
+            help = offer(f"reduce it over dims first: `sum({text} over dims)`")
         self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
     def _no_axis(self, node: syn.Call, axis: Axis, body: Value) -> None:
@@ -329,23 +331,23 @@ class Reductions:
 
 
 def vector(node: syn.Call, body: Value) -> tuple[str, str]:
-    """What is wrong with a reduction over queries whose body has dims, and how to mend it."""
+    """Return the message and help for a reduction over queries whose body has dims."""
     text, *rest = (argument.value.span.quoted() for argument in node.arguments)
-    message = f"of every token a number can be remembered, but no vector: `{text}` {extent(body.axes)}"
+    message = f"a token can remember a number, not a vector, but `{text}` {extent(body.axes)}"
     inner = f"sum({text} over dims)" if Axis.SLOT in body.axes else f"dot({text}, k)"
     over = node.arguments[0].span.quoted().removeprefix(text)
     return message, offer(
-        f"reduce it over dims before: `{node.function.text}({', '.join([inner + over, *rest])})`", at=node.span
+        f"reduce it over dims first: `{node.function.text}({', '.join([inner + over, *rest])})`", at=node.span
     )
 
 
 def _unreduced(node: syn.Call) -> str:
-    """A help that leaves a reduction out."""
+    """Return a help that removes a reduction."""
     return instead("leave the reduction out", operand(node.arguments[0].value.span.quoted()), node.span)
 
 
 def _inner_reduction(node: syn.Expr) -> syn.Call | None:
-    """The first reduction over queries that is written in an expression."""
+    """Return the first reduction over queries in an expression."""
     if isinstance(node, syn.Call):
         name, over = node.function.text, node.arguments[0].over if node.arguments else None
         reduces = name == "count" or (name in REDUCTIONS and len(node.arguments) == 1 + bool(REDUCTIONS[name].argument))
@@ -360,17 +362,17 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
 
 
 def over_queries(part: Expr) -> bool:
-    """Whether a node reduces over queries."""
+    """Return whether a node reduces over queries."""
     return isinstance(part, Reduce) and part.axis is Axis.QUERY
 
 
 def _of_query_heads(expr: Expr) -> bool:
-    """Whether each query head may have a value of its own, where a settle finds it."""
+    """Return whether a settle finds one value per query head."""
     return of_query_heads_at_once(expr) or reads_text(expr)
 
 
 def _not_of_text(body: Value) -> str | None:
-    """What a reduction over the text cannot read of its body; None if all is well."""
+    """Return what `over text` cannot read of its body; None if it can read all."""
     for part in walk(body.expr):
         if isinstance(part, Input) and part.name in ("attn", "logit", "seen", "observed"):
             return "count()" if part.name == "observed" else part.name
@@ -386,5 +388,5 @@ def _not_of_text(body: Value) -> str | None:
 
 
 def _is_count(op: str, body: Value) -> bool:
-    """Whether a reduction over heads counts them: `sum(1 over heads)`."""
+    """Return whether a reduction over heads counts them: `sum(1 over heads)`."""
     return op == "sum" and isinstance(body.expr, Number)

@@ -1,4 +1,4 @@
-"""Makes one flat policy out of a policy and those that it extends."""
+"""Make one flat policy of a policy and those that it extends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAX_STATEMENTS = 256
 
 @dataclass(frozen=True)
 class Placed:
-    """A statement, and where it stands.
+    """A statement and its place.
 
     Attributes:
         module: the file.
-        level: the policy, as a place in the line of those that extend each other: 0 is the one that extends nothing.
-        since: of a name, the level that defined it first, of which the others are overrides.
+        level: the policy's index in the line of inheritance, 0 for the base.
+        since: for a name, the level that first defined it.
     """
 
     statement: syn.Named | syn.Single | syn.Keep
@@ -39,10 +39,10 @@ class FlatPolicy:
     """A policy with everything that it inherits.
 
     Attributes:
-        modules: the files of the policies that extend each other, the base first.
-        names: params, lets, tensors and given values by name, in the order in which they were first defined.
-        settings: the statements by keyword that may stand once; for `budget` also those that it overrides, the base first.
-        broken: what would be defined by statements that have errors (see `kvdsl.syntax.parser`).
+        modules: the files of the policies in the line of inheritance, the base first.
+        names: params, lets, tensors and given values by name, in the order of their first definition.
+        settings: statements by keyword, for those that stand once, the base first; `budget` keeps the overridden ones.
+        broken: what statements with errors may define (see `kvdsl.syntax.parser`).
     """
 
     syntax: syn.Policy
@@ -55,7 +55,7 @@ class FlatPolicy:
 
 
 def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
-    """The flat policy."""
+    """Return the policy with everything that it inherits."""
     check_name(policy.name, "policy", sink)
     flat = FlatPolicy(policy, module)
     for level, (syntax, where) in enumerate(reversed(_ancestry(policy, module, flat, sink))):
@@ -65,7 +65,7 @@ def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
 
 
 def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) -> list[tuple[syn.Policy, Module]]:
-    """The policy, the one that it extends, and so on."""
+    """Return the policy, its parent, its parent's parent, and so on."""
     line = [(policy, module)]
     while (parent := line[-1][0].parent) is not None:
         where = line[-1][1]
@@ -88,7 +88,7 @@ def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) 
 
 
 def _is_ambiguous(name: syn.Word, found: list[tuple[syn.Policy, Module]], where: Module, sink: Sink) -> bool:
-    """Whether several imported files have a policy of this name, and the file itself has none; reports if so."""
+    """Report a name that several imported files define and the file itself does not; return whether it is one."""
     (first, origin), *others = found
     if origin is where or not others:
         return False
@@ -107,23 +107,23 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
 
 
 def _without_override(statement: syn.Named | syn.Single | syn.Keep, text: str = "leave out `override`") -> Help:
-    """A help for a statement behind an `override` that has nothing to override; alone, `keep` is no statement."""
+    """Return a help that removes an `override` without a target, with a bare `keep`, which is no statement."""
     bare = isinstance(statement, syn.Keep) and statement.scope == "nothing"
     return leave_out(text, override_of(statement).to(statement.span) if bare else override_of(statement))
 
 
 class _Level:
-    """Adds the statements of one policy of the line to what the policies before it gave."""
+    """Adds the statements of one policy to those that it inherits."""
 
     def __init__(self, flat: FlatPolicy, policy: syn.Policy, module: Module, sink: Sink, level: int) -> None:
         self.flat, self.policy, self.module, self.sink, self.level = flat, policy, module, sink, level
         self.own: dict[str, Span] = {}
         self.inherited: dict[str, Span] = {}
         self.dropped = False
-        self.clauses = policy.clauses or module.edition > 1  # which reports `extends` and `override` itself
+        self.clauses = policy.clauses or module.edition > 1  # editions above 1 report `extends` and `override` themselves
 
     def add(self) -> None:
-        """Adds them all."""
+        """Add all statements."""
         self.flat.broken |= self.policy.broken
         if self.module.broken:
             self.flat.broken.add(ANYTHING)
@@ -164,7 +164,7 @@ class _Level:
         before = self.flat.settings.get(keyword, [])
         inherited = before[-1].statement.span if before else None
         if keyword == "budget" and inherited is None and self.level > 0 and "budget" in self.flat.names:
-            param = self.flat.names["budget"]  # perhaps changed here, which does not make it any less inherited
+            param = self.flat.names["budget"]  # possibly overridden here; it still counts as inherited
             inherited = self.inherited.get("budget") if param.level == self.level else param.statement.span
         if self._may_change(statement, f"`{keyword}`", inherited):
             self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.level)]
@@ -185,7 +185,7 @@ class _Level:
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
 
     def _replace_keeps(self, statement: syn.Keep) -> None:
-        """Drops the inherited `keep` statements of the clause's kind."""
+        """Remove the inherited `keep` statements of the clause's kind."""
         self.flat.keeps = [one for one in self.flat.keeps if one.level == self.level or _scope(one) != statement.scope]
 
     def _once(self, statement: syn.Named | syn.Single, key: str, code: codes.Code, message: str) -> bool:
@@ -197,10 +197,10 @@ class _Level:
         return False
 
     def _may_change(self, statement: syn.Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
-        """Whether `override` stands where it has to, and only there; reports if not."""
+        """Return whether `override` is present exactly where it is needed; report it otherwise."""
         if self.clauses:
             if statement.override and self.policy.clauses and self.module.edition == 1:
-                message = "`override` is not needed behind `with`"
+                message = "`override` is not needed after `with`"
                 self.sink.report(
                     codes.NOTHING_TO_OVERRIDE, statement.span, message, _without_override(statement, habits.OVERRIDE)
                 )
@@ -237,7 +237,7 @@ def _scope(placed: Placed) -> str:
 
 
 def _of_new_default(statement: syn.Named, before: syn.Statement) -> syn.Named:
-    """A clause in the place of an inherited statement: of a param only what it says, so that `param x = 5` keeps unit and range."""
+    """Let a clause `param x = 5` inherit the param's unit and range; return other clauses as they are."""
     if not isinstance(statement, syn.Param) or not isinstance(before, syn.Param):
         return statement
     return replace(statement, unit=statement.unit or before.unit, range=statement.range or before.range)

@@ -1,4 +1,4 @@
-"""Names and what they stand for."""
+"""Names and their definitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GivenName:
 
 @dataclass(eq=False)
 class LetName:
-    """A let or a function, with the scope in which its body means something: that of its definition."""
+    """A let or function, with the scope of its definition, in which its body is resolved."""
 
     let: syn.Let
     scope: Scope
@@ -46,14 +46,14 @@ class LetName:
 
 @dataclass(eq=False)
 class Bound:
-    """A value that is known already: a function's argument. None: an error that was already reported."""
+    """An evaluated function argument; None after a reported error."""
 
     value: Value | None
 
 
 @dataclass(eq=False)
 class SlotName:
-    """The other slot, `j` of `over slots as j`."""
+    """The other slot: `j` in `over slots as j`."""
 
     used: bool = False
 
@@ -62,13 +62,13 @@ Definition = ParamName | TensorName | GivenName | LetName | Bound | SlotName
 
 
 class Scope:
-    """A set of names, and the scope around it."""
+    """A set of names inside an outer scope."""
 
     def __init__(self, names: dict[str, Definition], outer: Scope | None = None) -> None:
         self.names, self.outer = names, outer
 
     def find(self, name: str) -> Definition | None:
-        """What a name stands for, the innermost first."""
+        """Return the innermost definition of a name."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.names:
@@ -77,7 +77,7 @@ class Scope:
         return None
 
     def nearer_slot(self, name: str) -> str | None:
-        """The slot that is named nearer than a name is; None if there is none."""
+        """Return a slot named in a scope inside that of `name`; None without one."""
         scope: Scope | None = self
         while scope is not None and name not in scope.names:
             slots = [other for other, found in scope.names.items() if isinstance(found, SlotName)]
@@ -87,7 +87,7 @@ class Scope:
         return None
 
     def function(self, name: str) -> LetName | None:
-        """The function of a name, the innermost first: values of the same name, a param `page`, do not hide it."""
+        """Return the innermost function of a name. Values do not hide it, such as a param `page`."""
         scope: Scope | None = self
         while scope is not None:
             found = scope.names.get(name)
@@ -97,7 +97,7 @@ class Scope:
         return None
 
     def known(self) -> Iterator[str]:
-        """Every name that can be read here."""
+        """Yield every name that can be read here."""
         scope: Scope | None = self
         while scope is not None:
             yield from scope.names

@@ -1,4 +1,4 @@
-"""Values of params that are given from outside: `--set NAME=VALUE`."""
+"""Values of params given from outside: `--set NAME=VALUE`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 
 @dataclass(frozen=True)
 class Setting:
-    """A param's value, an int or a float as it was written. The span is in a text of its own, so that a message can show what was given."""
+    """A param's value, int or float as written. The span is in a text of its own, so that messages can quote it."""
 
     value: float
     span: Span
 
 
 def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> dict[str, Setting]:
-    """The settings of a policy's params; reports those that are none. A `ratio` is the budget as a rate, 1 as well as 1.0, unless the
-    policy has a param of that name.
+    """Return the settings of a policy's params; report unknown and invalid ones.
+
+    Without a param of that name, `ratio` sets the budget as a ratio of the prompt, 1 as well as 1.0.
     """
     settings = {}
     known = [*params, "ratio"] if offers_ratio(params) else params
@@ -57,7 +58,7 @@ def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> di
             elif 0 < value <= 1:
                 settings["budget"] = Setting(value, value_span)
             else:
-                sink.report(codes.BAD_SETTING, value_span, f"`ratio` is {value:g}, and no ratio of the prompt", RATE)
+                sink.report(codes.BAD_SETTING, value_span, f"`ratio` is {value:g}, which is not a ratio of the prompt", RATE)
             continue
         settings[name] = Setting(as_written(value, text), value_span)
     return settings

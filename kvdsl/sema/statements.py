@@ -1,4 +1,4 @@
-"""Checks a policy's statements one by one: what each holds, not yet how they go together (`kvdsl.sema.combinations`)."""
+"""Check a policy's statements one by one; `kvdsl.sema.combinations` checks them against each other."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from kvdsl.syntax import nodes as syn
 
 COUNTS = ("trigger", "slack", "max_drop")
 PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
-"""The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
+"""Numbers of the IR that may differ between the KV heads of a layer, like the counts of `keep`."""
 
 MAX_HEAD_SIZE = 256
 
-SCORE, BUDGET, WEIGHT = "a score", "the budget", "what a layer's share goes by"
+SCORE, BUDGET, WEIGHT = "a score", "the budget", "the weight of a layer"
 RANKS, WEIGHS = "what `select` ranks by", "what `select` weighs by"
 SELECTION = (RANKS, SELECTED, WEIGHS)
-"""What messages call values that may read what others may not."""
+"""Names of values in messages; what a value may read depends on its name."""
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
 
 
 @dataclass(frozen=True)
 class CheckedKeep:
-    """A checked `keep`; `span` is the whole statement."""
+    """A checked `keep`; `span` covers the whole statement."""
 
     ir: ir.Keep
     count: Part | None
@@ -66,12 +66,12 @@ class CheckedKeep:
 
 @dataclass
 class Parts:
-    """The checked statements of a policy; what has an error is left out.
+    """The checked statements of a policy, without those that have errors.
 
     Attributes:
-        exprs: the expressions, by the field of the IR that they are for: `score`, `select.by`.
-        words: the words of all statements that hold one, the defaults included.
-        bounded: the numbers that lie in bounds.
+        exprs: expressions by their field of the IR, such as `score` or `select.by`.
+        words: the words of all settings, including defaults.
+        bounded: the numbers that have bounds.
     """
 
     exprs: dict[str, Part] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class Parts:
     bounded: list[Bounded] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Part]:
-        """Everything that is evaluated, but the defaults of params."""
+        """Yield everything that is evaluated, except the defaults of params."""
         yield from self.exprs.values()
         for keep in self.keeps:
             yield from (part for part in (keep.count, keep.by) if part is not None)
 
     def expr(self, name: str) -> ir.Expr | None:
-        """The expression for a field of the IR."""
+        """Return the expression of a field of the IR, or None."""
         return self.exprs[name].expr if name in self.exprs else None
 
 
@@ -94,7 +94,7 @@ class Statements:
     """Checks the statements of one policy.
 
     Args:
-        scope: what names mean where a statement stands.
+        scope: returns the scope of a statement.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Statements:
         self.parts = Parts()
 
     def check(self) -> Parts:
-        """Checks them all."""
+        """Check all statements."""
         if "pages" in self.flat.settings:
             self._pages(self.flat.settings["pages"][-1])
         self._budget()
@@ -128,40 +128,40 @@ class Statements:
     # -- what statements are made of ---------------------------------------------------------------------------------
 
     def _value(self, node: syn.Expr, placed: Placed, what: str) -> Value | None:
-        """An expression that is evaluated per slot or dim, if it reads nothing that is not there for it."""
+        """Return an expression per slot or dim, or None after a report."""
         value = self.expressions.check(node, self.scope(placed))
         return value if value is not None and self._may_read(value, node.span, what) else None
 
     def _may_read(self, value: Value, span: Span, what: str) -> bool:
-        """Whether all that a value reads is there where it is evaluated; reports if not.
+        """Return whether a value reads only what `what` can read; report it otherwise.
 
-        Only a score pools, only what selects reads the sketch, and so on.
+        For example only a score pools, and only `select` reads the sketch.
         """
         if value.pools and what != SCORE:
-            message = f"{what} cannot pool: the pool leaves out what is protected, which is known for a score only"
+            message = f"{what} cannot pool: pools skip protected tokens, which are known only for a score"
             self.sink.report(codes.POOL, span, message)
             return False
         if what not in (SCORE, *SELECTION) and of_query_heads_at_once(value.expr):
-            message = f"{what} belongs to a KV head, and cannot read a tensor that each query head has of its own"
+            message = f"{what} belongs to a KV head, and cannot read a tensor with one value per query head"
             self.sink.report(codes.NOT_HERE, span, message, "read it in the score")
             return False
         if what != SCORE and reads_text(value.expr):
-            message = f"{what} cannot read `over text`: the prompt's queries are there when it is scored"
+            message = f"{what} cannot read `over text`: only a score can read the prompt's queries"
             self.sink.report(codes.TEXT, span, message, "read it in the score")
             return False
         if value.sketched and what not in SELECTION:
-            message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
+            message = f"{what} cannot read `over sketch`: a sketch is for `select`"
             whole = re.sub(r"\bover\s+sketch\b", "over dims", span.text)
             self.sink.report(codes.SKETCH_READ, span, message, instead("write `over dims`", whole))
             return False
         counts = of_counts(value.expr)
         if counts is not None and what not in (BUDGET, SELECTED) and (what != WEIGHT or counts == "seen"):
             message = f"{what} cannot read `{counts}`, which is for a budget and for how many tokens `select` takes"
-            help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
+            help = "write `position + age + 1` of any token for the number of tokens so far" if counts == "seen" else None
             self.sink.report(codes.NOT_HERE, span, message, help)
             return False
         if what not in SELECTION and any(part == ir.Input(name="query_head") for part in walk(value.expr)):
-            message = f"{what} cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
+            message = f"{what} cannot read `query_head`, which is for `select`: the query heads of a group share its tokens"
             self.sink.report(codes.NOT_HERE, span, message)
             return False
         if what != SCORE and ranks_across(value.expr):
@@ -175,11 +175,11 @@ class Statements:
         return True
 
     def _orders_slots(self, value: Value, span: Span, what: str) -> bool:
-        """Whether slots can be ranked by a value, and what it reduces over queries can be remembered; reports if not."""
+        """Return whether slots can be ranked by a value, and its reductions over queries remembered; report it otherwise."""
         return self._remembers_numbers(value) and is_per_slot(value, span, what, self.sink)
 
     def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
-        """A number for a field of the IR, and its bounds."""
+        """Add a number and its bounds to a field of the IR."""
         part = self._part(node, placed, what, per_head=name in PER_HEAD)
         if part is not None:
             self.parts.exprs[name] = part
@@ -191,21 +191,21 @@ class Statements:
         return Part(value.expr, node.span) if value is not None and is_number else None
 
     def _range(self, name: str, what: str, range_: syn.Range, placed: Placed) -> None:
-        """The ends of a range of layers, which are the same in all layers and for all rows."""
+        """Add the ends of a range of layers, which may not depend on the layer or the row."""
         for end, node in (("low", range_.low), ("high", range_.high)):
             if node is not None:
                 last = f"the {'first' if end == 'low' else 'last'} layer of {what}"
                 self._layer(f"{name}.{end}", node, placed, f"the range of {what}", last)
 
     def _layer(self, name: str, node: syn.Expr, placed: Placed, what: str, bounded: str) -> None:
-        """A layer's number, for a field of the IR; `what` and `bounded` are what messages call it."""
+        """Add a layer's number to a field of the IR; messages call it `what`, or `bounded`."""
         part = self._part(node, placed, what)
         if part is None:
             return
         varying = sorted(self.params.inputs_of(part.expr) - {"layers"})
         if varying:
             message = f"{what} cannot depend on `{varying[0]}`"
-            self.sink.report(codes.NOT_HERE, part.span, message, "it can read params that do not, and `layers`")
+            self.sink.report(codes.NOT_HERE, part.span, message, "it can read `layers`, and params that do not depend on it")
             return
         self.parts.exprs[name] = part
         self.parts.bounded.append(Bounded(bounded, part))
@@ -213,7 +213,6 @@ class Statements:
     # -- single statements -------------------------------------------------------------------------------------------
 
     def _setting(self, statement: syn.Setting, placed: Placed) -> None:
-        """A word, an expression, or both."""
         keyword = statement.keyword
         if statement.word is not None:
             self._word(keyword, statement.word, statement.value, placed)
@@ -232,7 +231,7 @@ class Statements:
             self.sink.report(codes.OPTION, word.span, f"`{keyword}` cannot be `{word.text}`", help)
         elif word.text == "blocks" and value is None:
             help = offer(f"for example `{_BLOCKS[keyword][1]}`", at=placed.statement.span)
-            self.sink.report(codes.BLOCKS, word.span, f"`{keyword} blocks` says how many tokens a block has", help)
+            self.sink.report(codes.BLOCKS, word.span, f"`{keyword} blocks` needs the number of tokens in a block", help)
         elif keyword == "when" and value is not None:
             self.parts.words["prefill"] = "blocks"
             self._number("prefill_block", value, placed, "the size of a prompt's blocks", 1)
@@ -244,7 +243,7 @@ class Statements:
             self.sink.report(codes.BLOCKS, value.span, message, help)
 
     def _budget(self) -> None:
-        """The tokens to keep: the `budget` statements from the base on, or else the param `budget`."""
+        """Evaluate the `budget` statements from the base on, or without any the param `budget`."""
         value = values.read_param("budget") if "budget" in self.flat.names else None
         span = self.flat.names["budget"].statement.span if value is not None else None
         measured: Value | None = None
@@ -273,7 +272,7 @@ class Statements:
                 self.parts.exprs["budget"] = most or Part(ir.Input(name="everything"), span)
 
     def _bounded_budget(self, statement: syn.Budget, scope: Scope) -> tuple[Value | None, Value, Part | None] | None:
-        """What a `budget` measures, if it reads the data; what it keeps; and its `at most`. None after a report."""
+        """Return a budget's data-dependent value if it has one, the tokens it keeps, and its `at most`. None after a report."""
         span = statement.value.span
         value = self.expressions.check(statement.value, scope)
         most = None if statement.most is None else self.expressions.check(statement.most, scope)
@@ -291,7 +290,7 @@ class Statements:
         return measured, values.call("min", value, most), Part(most.expr, statement.most.span)
 
     def _is_measured(self, value: Value, span: Span) -> bool:
-        """Whether what reads the data can be a budget."""
+        """Return whether a data-dependent value can be a budget; report it otherwise."""
         if "budget" in self.params.inputs_of(value.expr):
             self._is_cyclic(span)
             return False
@@ -302,7 +301,7 @@ class Statements:
         )
 
     def _remembers_numbers(self, value: Value) -> bool:
-        """Whether what a value reduces over queries can be remembered; reports if not."""
+        """Return whether a value's reductions over queries can be remembered; report them otherwise."""
         vectors = [report for expr, report in self.expressions.vectors.items() if expr in walk(value.expr)]
         for report in vectors[:1]:
             report()
@@ -319,15 +318,15 @@ class Statements:
     def _is_cyclic(self, span: Span) -> None:
         has_param = "budget" in self.flat.names
         help = (
-            "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
+            "only in this line `budget` means the param: inline the `let` or param that reads `budget`"
             if has_param
             else None
         )
-        help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+        help = help or "add `param budget = 512` and read that: only in this line `budget` means the param"
         self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
 
     def _across(self, name: str, across: syn.Across | syn.AcrossLayers, placed: Placed) -> None:
-        """The floor of those that share a budget."""
+        """Add the floor of heads or layers that share a budget."""
         if across.floor is None:
             self.parts.exprs[name] = Part(ir.Number(value=0), across.span)
         else:
@@ -380,15 +379,15 @@ class Statements:
             )
 
     def _holds_of_slots(self, value: Value, span: Span) -> bool:
-        """Whether `select where` can go by a value; reports if not."""
+        """Return whether `select where` can use a value; report it otherwise."""
         return self.expressions.condition(value, span, "`select where`") and self._asks_no_heads(
             value, span, "`select where`"
         )
 
     def _asks_no_heads(self, value: Value, span: Span, what: str) -> bool:
         if reads_heads(value.expr):
-            message = f"{what} is of one KV head's tokens, and cannot read `over heads`"
-            self.sink.report(codes.ACROSS, span, message, "heads choose together by `select top N by ...`")
+            message = f"{what} is for the tokens of one KV head, and cannot read `over heads`"
+            self.sink.report(codes.ACROSS, span, message, "write `select top N by ...`, with which heads choose together")
             return False
         return True
 
@@ -403,7 +402,7 @@ class Statements:
         self.parts.exprs["select.weight"] = Part(value.expr, node.span)
 
     def _select_count(self, node: syn.Expr, placed: Placed) -> None:
-        """How many tokens are selected: a number, or what each query finds out."""
+        """Add the number of selected tokens: fixed, or computed by each query."""
         value = self.expressions.check(node, self.scope(placed))
         if value is None or not reads_data(value.expr):
             self._number("select.count", node, placed, SELECTED, 1)
@@ -412,7 +411,7 @@ class Statements:
             self.parts.exprs["select.count"] = Part(ir.Input(name="everything"), node.span)
 
     def _asks_ahead(self, value: Value, span: Span, what: str) -> bool:
-        """Whether a query can count by a value before it attends; reports if not."""
+        """Return whether a query can compute a count before it attends; report it otherwise."""
         return not looks_back(value, span, what, self.sink) and is_measured(
             replace(value, axes=value.axes - {ir.Axis.QUERY}), span, what, self.sink.report
         )
@@ -435,7 +434,7 @@ class Statements:
         self.expressions.pages = None if size is None else (size, after)
 
     def _pages_of_keys(self) -> None:
-        """The pages that ranges go by, where no statement says them."""
+        """Add the pages that ranges use, if no statement defines them."""
         if self.expressions.pages is None or self.expressions.pages_span is None:
             return
         span = self.expressions.pages_span
@@ -472,14 +471,14 @@ class Statements:
 
 
 def _is_mean_over_heads(value: Value) -> bool:
-    """Whether all KV heads of a layer have the same score for a token, so that they lose the same ones."""
+    """Return whether a score is a mean over heads, so that all KV heads of a layer evict the same tokens."""
     expr = value.expr
     over_heads = isinstance(expr, ir.Reduce) and expr.axis is ir.Axis.HEAD and expr.op == "mean" and expr.where is None
     return over_heads and ir.Axis.SLOT in value.axes
 
 
 def _bounded(measured: Value) -> tuple[Value, ir.Expr] | None:
-    """Of `min(x, n)`, where x reads the data and n does not, both."""
+    """Split `min(x, n)`, where only x depends on the data, into both; None for other values."""
     expr = measured.expr
     if not ir.is_call(expr, "min"):
         return None

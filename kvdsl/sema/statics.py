@@ -1,6 +1,6 @@
-"""What can be said of a policy's numbers before it runs, with its params at their defaults.
+"""Check a policy's numbers before it runs, with its params at their defaults.
 
-A number that depends on the prompt or the layer is not known here; the runtime checks it.
+The runtime checks numbers that depend on the prompt or the layer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvdsl.sema.needs import SELECTED
 from kvdsl.source import Span
 
 KEY_AND_VALUE_BYTES = 512
-"""A key and a value of 128 dims in 16 bits: what a history is compared with."""
+"""A key and a value of 128 dims in 16 bits, to compare histories with."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A checked expression, and where it stands."""
+    """A checked expression and its place."""
 
     expr: Expr
     span: Span
@@ -34,9 +34,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A number that has to lie in bounds, both included; `what` is how a message calls it.
+    """A number with inclusive bounds; `what` names it in messages.
 
-    A count of tokens may be 0 and has a code of its own.
+    `counts` marks a count of tokens, which may be 0 and has its own code.
     """
 
     what: str
@@ -47,21 +47,21 @@ class Bounded:
 
 
 _LAYERS = 32
-"""Of a model that stands for all, where budgets differ from layer to layer."""
+"""The layers of a model that stands for all."""
 
 _MOST_TOKENS = 2**24
-"""Budgets that are tried out, to say which would do."""
+"""The largest budget to propose."""
 
 Keep = tuple[str, Expr, Span]
-"""A scope, its count, and where the `keep` stands."""
+"""A scope, its count, and the place of the `keep`."""
 
 
 @dataclass
 class Statics:
-    """Knows the values of params and of the budget, as far as they are constant.
+    """Checks with the values of params and the budget, where they are constant.
 
     Attributes:
-        newest: how many of the last tokens stay without a `keep last`.
+        newest: the number of last tokens that stay without a `keep last`.
     """
 
     sink: Sink
@@ -70,13 +70,13 @@ class Statics:
     known: dict[str, float] = field(default_factory=dict)
 
     def value(self, part: Part | None, default: float | None = None) -> float | None:
-        """The value of an expression, if it is known; `default` if there is none."""
+        """Return the value of an expression, or None if it is unknown; `default` without an expression."""
         return default if part is None else value_of(part.expr, self.known)
 
     # -- single numbers ----------------------------------------------------------------------------------------------
 
     def check_budget(self, budget: Part | None) -> None:
-        """Finds the values of the budget and of params; reports a budget below 1."""
+        """Evaluate the budget and the params; report a budget below 1."""
         self._learn_params()
         value = self.value(budget)
         if budget is None or value is None:
@@ -96,7 +96,7 @@ class Statics:
                 self.known[name] = value
 
     def check_bounds(self, number: Bounded) -> None:
-        """Reports a number outside of its bounds."""
+        """Report a number out of its bounds."""
         value = self.value(number.part)
         if value is None or number.low <= value <= number.high:
             return
@@ -107,12 +107,12 @@ class Statics:
         bounds = f"is at least {print_number(number.low)}"
         if not math.isinf(number.high):
             bounds = f"lies between {print_number(number.low)} and {print_number(number.high)}"
-        share = offer(f"a share of the text is written `{print_number(value)} * seen`")
+        share = offer(f"a ratio of the text is written `{print_number(value)} * seen`")
         help = share if number.what == SELECTED and value > 0 else None
         self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {found}", help)
 
     def check_layers(self, exprs: Mapping[str, Part]) -> None:
-        """Reports ranges of layers whose last layer is before the first."""
+        """Report ranges of layers whose last layer is before the first."""
         for keyword in ("layers", "select"):
             low, high = (exprs.get(f"{keyword}.{end}") for end in ("low", "high"))
             first, last = self.value(low), self.value(high)
@@ -125,7 +125,7 @@ class Statics:
     # -- keeps -------------------------------------------------------------------------------------------------------
 
     def check_keeps(self, keeps: Iterable[Keep], exprs: Mapping[str, Part]) -> None:
-        """Reports keeps that protect more tokens than the budget holds, or (the first and last) than are selected."""
+        """Report keeps that protect more tokens than the budget holds, or first and last tokens than are selected."""
         keeps = list(keeps)
         self._warn_of_shares(keeps)
         sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
@@ -141,18 +141,18 @@ class Statics:
             self._check_layers(sized, exprs["budget"])
 
     def _warn_of_shares(self, keeps: Iterable[Keep]) -> None:
-        """Warns of keeps of less than one token, which is none."""
+        """Warn of keeps of less than one token, which protect none."""
         for scope, count, span in keeps:
             value = value_of(count, self.known)
             if value is not None and 0 < value < 1:
-                default = ", and there is no default any more" if scope == "last" else ""
+                default = ", so not even the newest one is protected" if scope == "last" else ""
                 message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
                 new = f"keep {scope} {print_number(value)} * budget"
-                share = instead(f"a share of the budget is written `{print_number(value)} * budget`", new)
+                share = instead(f"a ratio of the budget is written `{print_number(value)} * budget`", new)
                 self._no_effect(span, message, share if isinstance(count, Number) else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
-        """Warns where the keeps do not fit into the smallest of budgets that differ by layer."""
+        """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
         narrowest = self._narrowest(budget.expr)
         most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in ("top", "first", "last")}
         needed = max(most["top"], most["first"] + most["last"])
@@ -160,11 +160,11 @@ class Statics:
             return
         limit, layer = narrowest
         message = f"in layer {layer} of {_LAYERS} the budget is {limit}, but {needed} tokens are protected"
-        labels = [Label(span, "what protects") for _, size, span in sized if size]
+        labels = [Label(span, "protects here") for _, size, span in sized if size]
         self.sink.report(codes.KEEPS_IN_LAYER, budget.span, message, self._larger(budget.expr, needed), labels)
 
     def _larger(self, budget: Expr, needed: int) -> str:
-        """What to do, with the smallest value of the param `budget` that would do, if there is one."""
+        """Return a help, with the smallest sufficient value of the param `budget` if there is one."""
 
         def holds(tokens: int) -> bool:
             found = self._narrowest(budget, {"budget": float(tokens)})
@@ -174,7 +174,7 @@ class Statics:
         return "protect fewer, or raise the budget" + (f" to {found}" if found < _MOST_TOKENS else "")
 
     def _narrowest(self, budget: Expr, chosen: Mapping[str, float] | None = None) -> tuple[int, int] | None:
-        """The smallest budget of a model's layers, and the last layer that has it, if they depend on nothing else."""
+        """Return the smallest budget of all layers and the last layer that has it; None if they depend on more than the layer."""
         names = {**self.known, **(chosen or {})}
         known = [value_of(budget, {**names, "@layer": layer, "@layers": _LAYERS}) for layer in range(_LAYERS)]
         found = [(math.floor(value), -layer) for layer, value in enumerate(known) if value is not None]
@@ -215,9 +215,9 @@ class Statics:
     # -- warnings ----------------------------------------------------------------------------------------------------
 
     def warn_of_drops(self, exprs: Mapping[str, Part], hard: bool) -> None:
-        """Warns of `slack` and `max_drop` that change nothing, or something else than they seem to say.
+        """Warn of `slack` and `max_drop` that have no effect, or a misleading one.
 
-        With max_drop d, slack s and trigger R, once the text is long a prune drops max(min(d, R), R - s) tokens.
+        With max_drop d, slack s and trigger R, a prune of a long text drops max(min(d, R), R - s) tokens.
         """
         trigger, slack, drop = (exprs.get(name) for name in ("trigger", "slack", "max_drop"))
         at, rises = self.value(trigger, 1), self.value(slack, 0)
@@ -235,7 +235,7 @@ class Statics:
         tokens = "1 token" if steady == 1 else f"{steady} tokens"
         if trigger >= 1 and steady == trigger:
             message = (
-                f"in the long run a prune drops all above the budget ({tokens}), as it would without `slack` and `max_drop`"
+                f"in the long run a prune drops everything above the budget ({tokens}), as without `slack` and `max_drop`"
             )
             help = "raise the `slack`" if most < trigger else "choose `max_drop` below the `trigger`"
         elif steady > most:
@@ -248,7 +248,7 @@ class Statics:
         self._no_effect(drop.span, message, help)
 
     def warn_of_selection(self, exprs: Mapping[str, Part]) -> None:
-        """Warns of a selection that is as large as what is ever cached; only for a policy that evicts everywhere."""
+        """Warn of a selection as large as the cache; only for a policy that evicts in all layers and phases."""
         select = exprs.get("select.count")
         budget, trigger, slack = (
             self.known.get("@budget"),
@@ -264,7 +264,7 @@ class Statics:
             self._no_effect(select.span, message, "select fewer, or raise the budget")
 
     def warn_of_histories(self, exprs: Iterable[Expr], spans: Mapping[Expr, Span]) -> None:
-        """Warns where the histories that `over last N queries` needs cost more than what is cached."""
+        """Warn if the histories of `over last N queries` cost more memory than a key and value."""
         rings = {
             (part.body, part.last): value
             for expr in exprs

@@ -1,7 +1,7 @@
-"""From one edition to the next: a file that says the same in fewer words.
+"""Rewrite a file in the newest edition.
 
-What is rewritten is what has one form in the new edition. A file with anything else stays as it is, with a report that says what to
-write by hand; so does one whose policies would keep other tokens.
+Syntax with a single replacement is rewritten. A file with anything else, or whose policies would keep other tokens, stays as it is;
+a report says what to write by hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Edit = tuple[Span, str]
 
 
 def upgraded(source: SourceFile, sink: Sink) -> str | None:
-    """The text of a file in the newest edition; None after reports of what has to be written by hand.
+    """Return a file's text in the newest edition; None after reports of what to write by hand.
 
     Args:
         source: a file without errors.
@@ -84,7 +84,7 @@ def _edits(module: Module) -> Iterator[Edit]:
 
 
 def _of_step(step: syn.Step) -> Iterator[Edit]:
-    """A layer that is set, and names without `given` and `state`."""
+    """Write a layer as a setting, and names without `given` and `state`."""
     if isinstance(step, syn.Use) and step.layer is not None:
         yield step.span, by_set(step).replace("; ", "\n")
     for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
@@ -97,14 +97,14 @@ def _of_step(step: syn.Step) -> Iterator[Edit]:
 
 
 def _word(span: Span, word: str) -> Span:
-    """Where a word stands first in a place."""
+    """Return the span of a word's first occurrence."""
     found = re.search(rf"\b{re.escape(word)}\b", span.text)
     assert found is not None
     return span.file.span(span.start + found.start(), span.start + found.end())
 
 
 def _line(statement: syn.Statement) -> Span:
-    """A statement with the end of its line, or the `;` behind it."""
+    """Return a statement with the end of its line, or the `;` after it."""
     text, end = statement.span.file.text, statement.span.end
     behind = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|;[ \t]*)?").match(text, end)
     assert behind is not None
@@ -132,7 +132,7 @@ def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
 
 
 def _of_parent(policy: syn.Policy) -> Iterator[Edit]:
-    """`= B with` for `extends B`."""
+    """Replace `extends B` by `= B with`."""
     if policy.parent is not None and not policy.clauses:
         yield extends_of(policy), f"= {policy.parent.text} with"
     for statement in policy.statements:
@@ -141,7 +141,7 @@ def _of_parent(policy: syn.Policy) -> Iterator[Edit]:
 
 
 def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
-    """Reports `keep` lines that add to inherited ones or drop them, where clauses would take the place of those of their kind."""
+    """Report `keep` lines that add to inherited ones or drop them; a clause would replace those of its kind."""
     if policy.parent is None or policy.clauses:
         return
     (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
@@ -152,16 +152,16 @@ def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
     for keep in own:
         if keep.scope in inherited and not dropped:
             line = inherited[keep.scope].span.quoted()
-            message = f"`{keep.span.quoted()}` adds to the inherited `{line}`, whose place it would take behind `with`"
-            sink.report(codes.GONE, keep.span, message, f"write `{line}` beside it, in a policy of edition {EDITION}")
+            message = f"`{keep.span.quoted()}` adds to the inherited `{line}`, but would replace it after `with`"
+            sink.report(codes.GONE, keep.span, message, f"write `{line}` next to it, in a policy of edition {EDITION}")
     for scope in inherited.keys() - {one.scope for one in own} if dropped else ():
         first = next(one for one in own if one.override)
-        message = f"`override keep` drops the inherited `{inherited[scope].span.quoted()}`, which `with` would leave"
-        sink.report(codes.GONE, first.span, message, f"say what stays instead: `keep {scope} ...` takes its place")
+        message = f"`override keep` drops the inherited `{inherited[scope].span.quoted()}`, which `with` would keep"
+        sink.report(codes.GONE, first.span, message, f"write `keep {scope} ...`, which replaces it")
 
 
 def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
-    """`prefill blocks of N` as `when ... every N`; victims that heads share as the score's mean."""
+    """Write `prefill blocks of N` as `when ... every N`, and victims shared by heads as the score's mean."""
     blocks, when = words.get("prefill"), words.get("when")
     if blocks is not None and blocks.word is not None and blocks.value is not None:
         said = f" every {blocks.value.span.text}"
@@ -178,7 +178,7 @@ def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
 
 
 def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
-    """The newest token, which edition 1 keeps where no line says how many of the last ones stay."""
+    """Write the newest token, which edition 1 keeps without a `keep last`, as `keep last 1`."""
     before = analyse(module.file)
     keeps = [one for one in policy.statements if isinstance(one, syn.Keep)]
     for one in keeps:
@@ -201,7 +201,7 @@ def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
 
 
 def _in_expressions(node: Any, pages: syn.Pages | None) -> Iterator[Edit]:
-    """`over page` by the key that counts pages."""
+    """Write `over page` with the key that counts pages."""
     if isinstance(node, syn.Call):
         for argument in node.arguments:
             over = argument.over
@@ -217,7 +217,7 @@ def _in_expressions(node: Any, pages: syn.Pages | None) -> Iterator[Edit]:
 
 
 def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:
-    """Whether the policy of a file is the same in other words; reports if not."""
+    """Return whether a file's policy stays the same; report it otherwise."""
     old, new = analyse(before), analyse(after)
     if not new.ok:
         for one in new.diagnostics:
@@ -225,11 +225,11 @@ def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:
         return False
     if [_meaning(policy) for policy in old.policies] == [_meaning(policy) for policy in new.policies]:
         return True
-    message = f"in edition {EDITION} this would be another policy, so that it has to be rewritten by hand"
-    sink.report(codes.GONE, before.span(0, 0), message, "`kvdsl diff` shows what differs between two files")
+    message = f"in edition {EDITION} this would be another policy, so it must be rewritten by hand"
+    sink.report(codes.GONE, before.span(0, 0), message, "`kvdsl diff` compares two files")
     return False
 
 
 def _meaning(policy: Policy) -> Policy:
-    """What the policy keeps as long as its budget holds what it protects: who yields where it does not is the edition's."""
+    """Return the policy without the order in which protected tokens yield to the budget, which is the edition's."""
     return fold(normal(policy)).model_copy(update={"ends_last": False})

@@ -1,4 +1,4 @@
-"""What the checker knows of an expression: its IR, its axes, and whether it is a condition."""
+"""Checked expressions: IR, axes, and what else the checker needs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Value:
     """A checked expression.
 
     Attributes:
-        parts, depth: its size, which bounds what a few nested lets can grow to.
+        parts: the number of nodes, which limits what nested lets expand to.
+        depth: the depth of the tree, limited as well.
         observes: whether it reduces over queries.
-        pools: whether it has a `max_pool` or `mean_pool` in it.
-        spaces: which dims it varies over: those of keys, ``, or what a tensor projects to, by its name. Not to be mixed.
-        sketched: whether it reads the dims of the sketch only, by `over sketch`.
+        pools: whether it contains a pool.
+        spaces: the dims it varies over: "" for those of keys, or the name of the projecting tensor. They cannot be mixed.
+        sketched: whether it reads `over sketch`, the dims of the sketch only.
         constant: its value, if it reads nothing.
     """
 
@@ -57,44 +58,44 @@ class Value:
 
 
 def number(value: float) -> Value:
-    """A constant."""
+    """Make a constant."""
     return Value(Number(value=value), constant=value)
 
 
 def read_input(name: str) -> Value:
-    """An input."""
+    """Read an input."""
     axes = INPUTS[name].axes
-    if INPUTS[name].told:
-        return read_given(told(name))
+    if INPUTS[name].per_token:
+        return read_given(per_token(name))
     return Value(Input(name=name), axes, observes=name == "observed", spaces=_OF_KEYS if Axis.DIM in axes else NO_SPACES)
 
 
-def told(name: str) -> Given:
-    """What the cache is told of a token by itself."""
+def per_token(name: str) -> Given:
+    """Make the input that the cache provides for each token."""
     return Given(name=name, default=0, source=name)
 
 
 def read_param(name: str) -> Value:
-    """A param."""
+    """Read a param."""
     return Value(ParamRef(name=name))
 
 
 def read_tensor(tensor: Tensor) -> Value:
-    """What a tensor has for a KV head."""
+    """Read a tensor's value for a KV head."""
     dims = "dims" in tensor.axes
     ref = TensorRef(name=tensor.name, dims=dims, group="group" in tensor.axes)
     return Value(ref, frozenset({Axis.DIM}), spaces=_OF_KEYS) if dims else Value(ref)
 
 
 def read_given(given: Given) -> Value:
-    """What the cache is told of a token; of a span, whether the token lies in it."""
+    """Read a value given per token; of a span, whether the token lies in it."""
     marked = given.source == "spans"
     value = Value(GivenRef(name=given.name, marked=marked), frozenset({Axis.SLOT}))
     return call("!=", value, number(0)) if marked else value
 
 
 def call(op: str, *args: Value) -> Value:
-    """An operation."""
+    """Apply an operation."""
     expr = ir.call(op, *(arg.expr for arg in args))
     condition = op in CONDITIONS or (op == "where" and all(arg.condition for arg in args))
     made = _combined(expr, args, condition, fold.apply(op, *(arg.constant for arg in args)))
@@ -113,7 +114,7 @@ def reduce(
     where: Value | None = None,
     by: Value | None = None,
 ) -> Value:
-    """A reduction. One over queries or others leaves one number per slot; one by a key gives every slot the value of its key's slots."""
+    """Reduce a value. Without a query or other-slot axis one number per slot remains; with a key each slot has its group's."""
     args = tuple(value for value in (body, last, argument, after, where, by) if value is not None)
     parts = {"last": last, "argument": argument, "after": after, "where": where, "by": by}
     exprs = {name: value.expr for name, value in parts.items() if value is not None}
@@ -129,25 +130,25 @@ def reduce(
 
 
 def other(body: Value) -> Value:
-    """What the other slot has."""
+    """Read a value of the other slot."""
     made = _combined(Other(body=body.expr), (body,), condition=body.condition, constant=None)
     return replace(made, axes=body.axes - {Axis.SLOT} | {Axis.OTHER})
 
 
 def project(body: Value, matrix: Tensor) -> Value:
-    """A vector in other dims."""
+    """Project a vector onto the dims of a matrix."""
     expr = ir.call("project", body.expr, TensorRef(name=matrix.name, dims=True, group="group" in matrix.axes))
     return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
 
 
 def rank(body: Value, within: Literal["all", "page", "heads"], by: Value | None = None) -> Value:
-    """A place in an order."""
+    """Rank slots by a value."""
     expr = Rank(body=body.expr, within=within, by=None if by is None else by.expr)
     return _combined(expr, (body,) if by is None else (body, by), condition=False, constant=None)
 
 
 def fold_of(body: Value, start: Value, over: Literal["queries", "prunes"]) -> Value:
-    """A recurrence."""
+    """Make a recurrence."""
     made = _combined(Fold(body=body.expr, start=start.expr, over=over), (body, start), condition=False, constant=None)
     return replace(made, axes=frozenset({Axis.SLOT}), observes=True)
 
@@ -168,12 +169,12 @@ def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: fl
 
 
 def extent(axes: frozenset[Axis]) -> str:
-    """`has one number per slot`."""
+    """Return the axes as a predicate, such as "has one number per slot"."""
     return f"{'has' if axes else 'is'} {axes_in_words(axes)}"
 
 
 def axes_in_words(axes: frozenset[Axis]) -> str:
-    """`one number per query and slot`."""
+    """Return the axes in words, such as "one number per query and slot"."""
     names = [axis.value for axis in Axis if axis in axes]
     if not names:
         return "a single number"

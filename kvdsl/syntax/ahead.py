@@ -1,4 +1,4 @@
-"""What the grammar would take at a place in a half-written text: asked of the parser's own tables, so that no list of words lags behind."""
+"""What the grammar accepts at a place in unfinished text, read from the parser's tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Ahead:
     """What can stand at a place.
 
     Attributes:
-        place: in the file, before a `{`, in a policy, a test or a prompt.
-        words: the keywords; none where the statement has an error already.
+        place: the file, a header before `{`, a policy, a test or a prompt.
+        words: the keywords; none if the statement has an earlier error.
         statement: the tokens of the unfinished statement before the place.
-        word: the part of a word that stands right before the place, and does not count.
+        word: the beginning of a word right before the place; it is ignored.
         expression: whether an expression can begin.
-        name, string: whether a name or a string can stand here.
+        name: whether a name can stand here.
+        string: whether a string can stand here.
     """
 
     place: Place
@@ -34,7 +35,7 @@ class Ahead:
 
 
 def ahead(source: SourceFile, offset: int) -> Ahead | None:
-    """What can stand at an offset; None inside of a comment or a string."""
+    """Return what can stand at an offset; None inside a comment or string."""
     text = source.text[:offset]
     found = _WORD.search(text)
     word = "" if found is None else found[0]
@@ -56,7 +57,7 @@ def ahead(source: SourceFile, offset: int) -> Ahead | None:
 
 
 def _last_clause(tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """What stands behind the last comma that is in no parentheses."""
+    """Return the tokens after the last comma outside parentheses."""
     depth, begin = 0, 0
     for index, token in enumerate(tokens):
         depth += (token in "([") - (token in ")]")

@@ -1,8 +1,7 @@
-"""What stands where in a file: its statements and blocks as they are written, each with the comments that belong to it.
+"""Read a file's statements and blocks with their comments, which the grammar's tree lacks.
 
-The grammar's tree has no comments. This is a second reading of the same tokens that knows nothing of a statement but that
-braces hold blocks, separators end statements, and a comment belongs to what stands before it on its line, or else to what comes
-below it.
+A second pass over the same tokens needs only three rules. Braces hold blocks, separators end statements, and a comment belongs to
+the text before it on its line, or else to the text below.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvdsl.syntax.parser import Parsed
 
 @dataclass
 class Piece:
-    """A token; comments only inside of parentheses, where a statement may run over several lines.
+    """A token. Its comments are those inside parentheses, where a statement may span several lines.
 
     Attributes:
         above: comments on lines of their own before it.
@@ -32,11 +31,11 @@ class Piece:
 
 @dataclass
 class Block:
-    """What stands between two braces, or the whole file.
+    """A block in braces, or the whole file.
 
     Attributes:
-        behind: the comment behind the opening brace.
-        one_line: whether both braces stand on one line.
+        behind: the comment after the opening brace.
+        one_line: whether both braces are on one line.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -49,9 +48,9 @@ class Entry:
     """A statement, or a comment on a line of its own, which has no pieces.
 
     Attributes:
-        pieces: the statement's tokens, but for its block.
-        comment: the comment itself, or the one behind the statement.
-        blank: whether an empty line stands above it.
+        pieces: the statement's tokens without its block.
+        comment: the comment itself, or the one after the statement.
+        blank: whether there is an empty line above.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -66,7 +65,7 @@ class Entry:
 
 
 def read_entries(source: SourceFile, parsed: Parsed) -> Block:
-    """The entries of a file that has no syntax errors."""
+    """Return the entries of a file without syntax errors."""
     return _Reader(source, parsed).run()
 
 
@@ -77,10 +76,12 @@ class _Reader:
         self.root = Block()
         self.following = _following(self.items)
         self.blocks = [self.root]
-        self.unfinished: list[tuple[Entry, int]] = []  # statements around the innermost block, and where their blocks begin
+        self.unfinished: list[
+            tuple[Entry, int]
+        ] = []  # statements around the innermost block, and the offsets of their blocks
         self.entry: Entry | None = None  # the innermost unfinished statement
         self.depth = 0  # parentheses
-        self.above: list[str] = []  # comments that what comes next will get
+        self.above: list[str] = []  # comments that belong to the next token
         self.behind = ""
         self.end = 0
 
@@ -146,7 +147,7 @@ class _Reader:
             self._added(Entry(comment=text), item)
 
     def _put_behind(self, text: str) -> bool:
-        """Puts a comment behind what stands before it; False if there is nothing, or something that has one already."""
+        """Attach a comment to the text before it; return False if there is none or it already has one."""
         block = self.blocks[-1]
         last = block.entries[-1] if block.entries else None
         if last is not None and last.pieces and not last.comment:
@@ -158,7 +159,7 @@ class _Reader:
         return True
 
     def _added(self, entry: Entry, item: Token) -> Entry:
-        """The entry, now the last of its block."""
+        """Append an entry to its block and return it."""
         entries = self.blocks[-1].entries
         entry.blank = bool(entries) and self.text.count("\n", self.end, item.start_pos) > 1
         entries.append(entry)
@@ -166,7 +167,7 @@ class _Reader:
 
 
 def _following(items: list[Token]) -> list[str]:
-    """Of each item, the type of the next token that is neither a comment nor a separator."""
+    """Return for each item the type of the next token other than comments and separators."""
     found: list[str] = []
     following = ""
     for item in reversed(items):

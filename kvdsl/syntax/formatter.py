@@ -1,11 +1,11 @@
-"""The canonical layout of a file: what `kvdsl fmt` writes.
+"""The canonical layout of a file, as `kvdsl fmt` writes it.
 
-- Two spaces a level, one statement a line; `policy Full {}` and other blocks stay on one line if they stood on one and fit.
-- At most one empty line in a row, none at a block's ends; a block of several lines has one above and below.
-- In runs of lines, the `=` of params and of lets and what follows a statement's first word stand below each other, if what is
-  before them differs by three characters at most; comments behind such lines always do.
-- A statement that does not fit into `WIDTH` is broken inside its parentheses (`kvdsl.syntax.wrapping`).
-- Comments, strings, numbers and parentheses stay as they are written.
+- Two spaces a level, one statement a line. `policy Full {}` and other one-line blocks stay on one line if they fit.
+- At most one empty line in a row, none at a block's ends, one above and below a block of several lines.
+- In runs of lines, the `=` of params and lets align, and so does the text after a statement's first word, if the widths
+  before them differ by at most three characters. Comments after such lines always align.
+- A statement longer than `WIDTH` is broken inside its parentheses (`kvdsl.syntax.wrapping`).
+- Comments, strings, numbers and parentheses stay as written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SPREAD = 3
 
 
 def format_source(source: SourceFile, sink: Sink) -> str | None:
-    """The text in its canonical layout, or None after a report of what is wrong with its syntax.
+    """Return the text in its canonical layout, or None after a report of a syntax error.
 
-    Formatting the result gives the result; it has the same tokens and comments.
+    Formatting is idempotent and keeps all tokens and comments.
     """
     parse_module(source, sink)
     if sink.failed():
@@ -35,11 +35,11 @@ def format_source(source: SourceFile, sink: Sink) -> str | None:
     before = parse(source, sink)
     text = "".join(f"{line}\n" for line in _lines(read_entries(source, before), 0, ""))
     after = normalized(SourceFile(source.name, text, source.path), sink)
-    if after is None:  # indented, it is larger than a policy can be
+    if after is None:  # with indentation it is larger than a policy can be
         return None
     parsed = parse(after, sink)
     kept = (parsed.tree, len(parsed.comments)) == (before.tree, len(before.comments))
-    assert kept, "formatting would change what is written"
+    assert kept, "formatting would change tokens or comments"
     return text
 
 
@@ -48,12 +48,13 @@ def format_source(source: SourceFile, sink: Sink) -> str | None:
 
 @dataclass
 class _Rendered:
-    """An entry's lines, and what its neighbours have to know of it.
+    """An entry's lines, with what its neighbours need.
 
     Attributes:
-        comment: what still has to be put behind the last line.
-        kind: entries of one kind align; empty for those that align with none.
-        head, rest: the two sides of the place where the line is aligned.
+        comment: the comment still to be placed after the last line.
+        kind: entries of one kind align; empty for entries that do not align.
+        head: the text before the column of alignment.
+        rest: the text after it.
     """
 
     entry: Entry
@@ -65,12 +66,12 @@ class _Rendered:
 
     @property
     def several(self) -> bool:
-        """Whether it is a block of several lines."""
+        """Whether the entry is a block of several lines."""
         return self.entry.block is not None and len(self.lines) > 1
 
 
 def _lines(block: Block, level: int, owner: str) -> Iterator[str]:
-    """The lines of a block's entries; `owner` is the type of the word that its statement begins with."""
+    """Yield the lines of a block's entries; `owner` is the type of its statement's first word."""
     entries = [_rendered(entry, level, owner) for entry in block.entries]
     if level == 0:
         _set_apart(entries)
@@ -96,7 +97,7 @@ def _rendered(entry: Entry, level: int, owner: str) -> _Rendered:
 
 
 def _statement(entry: Entry, level: int) -> list[str]:
-    """The lines of a statement without the comment behind it."""
+    """Return the lines of a statement without the comment after it."""
     indent = " " * (INDENT * level)
     inline = _inline(entry)
     if inline is not None and len(indent + inline) <= WIDTH:
@@ -108,7 +109,7 @@ def _statement(entry: Entry, level: int) -> list[str]:
 
 
 def _inline(entry: Entry) -> str | None:
-    """The statement on one line, or None if it has to have several."""
+    """Return the statement on one line, or None if it needs several."""
     if has_comments(entry.pieces) or any("\n" in piece.text for piece in entry.pieces):
         return None
     text = flat(entry.pieces)
@@ -123,7 +124,7 @@ def _inline(entry: Entry) -> str | None:
 
 
 def _set_apart(entries: list[_Rendered]) -> None:
-    """An empty line above and below each block of several lines; a comment right above it belongs to it."""
+    """Put an empty line above and below each block of several lines; a comment right above belongs to it."""
     for index, one in enumerate(entries):
         if not one.several:
             continue
@@ -139,7 +140,7 @@ def _set_apart(entries: list[_Rendered]) -> None:
 
 
 def _alignment(entry: Entry, owner: str) -> tuple[str, int]:
-    """The kind of a statement, and the index of the token before which it is aligned."""
+    """Return the kind of a statement, and the index of the token to align."""
     types = [piece.type for piece in entry.pieces]
     words = types[:2] if entry.kind == "OVERRIDE" else types[:1]
     if words[-1] in ("PARAM", "LET"):
@@ -154,7 +155,7 @@ Run = list[_Rendered]
 
 
 def _runs(entries: list[_Rendered], together: Callable[[Run, _Rendered], bool]) -> list[Run]:
-    """The entries, cut where one does not go together with those right above it."""
+    """Split entries into runs: each entry fits `together` with those right above it."""
     runs: list[Run] = []
     for one in entries:
         if runs and not one.entry.blank and together(runs[-1], one):

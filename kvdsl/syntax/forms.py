@@ -1,14 +1,13 @@
-"""What people write who come from papers or from other languages, as patterns of a statement: what is wrong with it, and what it
-would be here.
+"""Patterns of statements from papers and other languages: what is wrong, and the equivalent here.
 
-Each pattern matches only what no right statement contains (`tests/diagnostics/test_forms.py` holds them to every policy), so that
-a form which begins before the place of a syntax error explains it. In a pattern stand for themselves
+A pattern matches only what no valid statement contains (`tests/diagnostics/test_forms.py` checks every policy). So a match that
+begins before a syntax error explains the error. Patterns may contain
 
-    <x>    an expression, as short as it can be, whose parentheses are closed
+    <x>    an expression, as short as possible, with closed parentheses
     <x!>   an operand: a name, a call, a number, or something in parentheses
-    <x#>   a number that is written out
+    <x#>   a literal number
 
-and what is replaced is the whole match, or its group `here`.
+The edit replaces the whole match, or its group `here`.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from kvdsl.syntax.nodes import WORDS
 Code = Callable[[re.Match[str]], "str | None"]
 
 STATEMENTS = tuple(re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE))
-"""The words that begin what stands in a file or in a policy."""
+"""The first words of statements and of items of a file."""
 
 DEFINERS = ("def", "fn", "func", "function", "fun", "const", "var", "val", "define", "local")
-"""The words that begin a definition elsewhere."""
+"""Words that begin a definition in other languages."""
 
 LONGEST = 400
-"""Statements with more characters are not looked at."""
+"""The length in characters above which statements are not matched."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A habit.
+    """A pattern with its explanation.
 
     Attributes:
-        message: what is wrong; `{x}` is what stands at `<x>`.
-        codes: what to write, of which there may be several; a function gives None where that cannot be said.
-        help: the words around them, which stand at `{code}`.
+        message: what is wrong; `{x}` is the text matched by `<x>`.
+        codes: replacements; a function returns None if it has none.
+        help: the text around them, which stand at `{code}`.
     """
 
     pattern: re.Pattern[str]
@@ -53,13 +52,13 @@ class Form:
     help: str
 
     def offered(self, match: re.Match[str]) -> list[str]:
-        """What to write for a statement."""
+        """Return the replacements for a match."""
         groups = _groups(match)
         made = [code.format_map(groups) if isinstance(code, str) else code(match) for code in self.codes]
         return [" ".join(code.split()) for code in made if code is not None]
 
     def explain(self, match: re.Match[str]) -> tuple[str, str | None]:
-        """The message and the help for a statement."""
+        """Return the message and help for a match."""
         groups = _groups(match)
         offered = " or ".join(f"`{code}`" for code in self.offered(match))
         before, _, after = self.help.format_map(groups | {"code": "\0"}).partition("\0")
@@ -86,7 +85,7 @@ def _form(pattern: str, message: str, *codes: str | Code, help: str = "write {co
 
 
 def explain(place: Span, at: int) -> tuple[Span, str, str | None] | None:
-    """The place, message and help for a statement which has a syntax error at `at`; None if it has no form that is known."""
+    """Return the place, message and help for a statement with a syntax error at `at`; None if no form explains it."""
     statement = place.text.partition("#")[0].rstrip()
     statement = statement.removesuffix("}").rstrip() if statement.count("}") > statement.count("{") else statement
     explained = []
@@ -96,20 +95,20 @@ def explain(place: Span, at: int) -> tuple[Span, str, str | None] | None:
             explained.append((at - place.start >= end, form, match, place.file.span(place.start + start, place.start + end)))
     if not explained:
         return None
-    _, form, match, here = min(explained, key=lambda one: one[0])  # one that has the place in it, if there is one
+    _, form, match, here = min(explained, key=lambda one: one[0])  # prefer a match that contains the error
     message, help = form.explain(match)
     return here, message, _closed(help, here) if help is not None and "{`" in help else help
 
 
 def _closed(help: str, place: Span) -> Help:
-    """A help that opens a brace: its edit closes it at the end of the file, too."""
+    """Return a help that opens a brace, whose edit also closes it at the end of the file."""
     text, (fix, *_) = place.file.text, fixes_of(help, place)
     rest = text[place.end :].rstrip("\n")
     return instead(help, f"{fix.text}{rest}\n}}\n", place.file.span(place.start, len(text)))
 
 
 def found(statement: str) -> list[tuple[Form, re.Match[str]]]:
-    """The forms that a statement has, the surest first."""
+    """Return the matching forms of a statement, the most certain first."""
     if len(statement) > LONGEST:
         return []
     all = [(form, match) for form in forms() for match in form.pattern.finditer(statement)]
@@ -119,11 +118,11 @@ def found(statement: str) -> list[tuple[Form, re.Match[str]]]:
 # -- what is written instead, where that depends on the statement -------------------------------------------------------
 
 _OF = {"select": "seen", "sketch": None, "param": None, "let": None, "budget": "prompt"}
-"""What a share is one of, by the statement; of the budget in any other."""
+"""What a ratio refers to, by statement; the budget in all others."""
 
 
 def _share(match: re.Match[str]) -> str:
-    """A percentage as a share of what the statement counts."""
+    """Write a percentage as a ratio of what the statement counts."""
     share, whole = f"{float(match['n']) / 100:g}", match["whole"]
     keyword = match.string.split()[0]
     of = whole or _OF.get(keyword, "budget")
@@ -131,7 +130,7 @@ def _share(match: re.Match[str]) -> str:
 
 
 def _called(match: re.Match[str]) -> str | None:
-    """A method of an array, as a function of it."""
+    """Write a method of an array as a function."""
     name, given = match["f"], match["args"][1:-1].strip()
     if given and not re.search(r"=|\b(dim|axis|keepdim)\b|^-?\d$", given):
         return f"{name}({match['x']}, {given})"
@@ -139,7 +138,7 @@ def _called(match: re.Match[str]) -> str | None:
 
 
 def _layers_that(match: re.Match[str]) -> str:
-    """A list of layers, as a range if it is one, or else by a budget that keeps all in the others."""
+    """Write a list of layers as a range, or else as a budget that keeps everything in the other layers."""
     numbers = sorted({int(number) for number in re.findall(r"\d+", match["list"])})
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"layers {numbers[0]}..{numbers[-1]}"
@@ -147,7 +146,7 @@ def _layers_that(match: re.Match[str]) -> str:
 
 
 def _by_layer(match: re.Match[str]) -> str:
-    """A list of numbers, as a choice by the layer."""
+    """Write a list of numbers as a choice by layer."""
     *numbers, last = re.findall(_NUMBER, match["list"])
     for index, number in reversed(list(enumerate(numbers))):
         last = f"where(layer == {index}, {number}, {last})"
@@ -155,18 +154,18 @@ def _by_layer(match: re.Match[str]) -> str:
 
 
 def _more(match: re.Match[str]) -> str:
-    """One more than a number."""
+    """Add one to the trigger's number."""
     return f"trigger overflow >= {int(match['n']) + 1}" if match["n"].isdigit() else f"trigger overflow >= {match['n']} + 1"
 
 
 def _kept(match: re.Match[str]) -> str:
-    """`keep` with one of its own words."""
+    """Write `keep` with one of its own words."""
     word = habits.KEEPS.get(match["word"], match["word"])
     return f"keep {word} {match['n']} by mean(attn)" if word == "top" else f"keep {word} {match['n']}"
 
 
 def _word(match: re.Match[str]) -> str | None:
-    """A statement that holds a word, with the word that is among others; None if none is."""
+    """Write a setting with the known word among others; None without one."""
     keyword = match["keyword"]
     same = {word: word for word in WORDS[keyword]} | habits.SETTINGS.get(keyword, {})
     words = list(dict.fromkeys(same[one] for one in re.findall(r"\w+", match["rest"]) if one in same))
@@ -181,7 +180,7 @@ def _phase(match: re.Match[str]) -> str:
 
 
 def _whole(match: re.Match[str]) -> str:
-    """A number with a unit of thousands, written out."""
+    """Write out a number with a unit of thousands."""
     return f"{float(match['n']) * (1024 if match['unit'] in 'Kk' else 1024**2):.0f}"
 
 
@@ -195,7 +194,7 @@ def _first_layer(match: re.Match[str]) -> str:
 
 
 def _again(match: re.Match[str]) -> str:
-    """A name that is changed: a name of its own for what it becomes."""
+    """Write a reassignment as a `let` with a new name."""
     name, op, value = match["name"], match["op"] or "", match["value"]
     if op:
         value = f"{name} {op} {value}"
@@ -212,7 +211,7 @@ _MODULES = r"(?:torch|np|numpy|math|jnp|jax|tf|F|nn|functional|linalg|special|se
 
 @cache
 def forms() -> tuple[Form, ...]:
-    """The habits, the surest first."""
+    """Return all forms, the most certain first."""
     return (
         # -- the head of a file --
         _form(
@@ -222,33 +221,33 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^from\s+(?P<name>\w+)\s+import\s+(?P<names>.+)$",
-            "an import has no `from`: it makes a policy known by its own name",
+            "an import has no `from`: it defines a policy under its own name",
             "import {name}",
         ),
         _form(
             r"^import\s+(?P<name>\w+)\.kv$",
-            "a file's path stands in quotes",
+            "a file's path needs quotes",
             'import "{name}.kv"',
             "import {name}",
             help="{code}: with quotes a file of yours, without them the shipped policy",
         ),
-        _form(r"^import\s+(?P<name>\w+)\s+as\s+\w+$", "an import gives no other name", "import {name}"),
+        _form(r"^import\s+(?P<name>\w+)\s+as\s+\w+$", "an import cannot rename a policy", "import {name}"),
         _form(
             r"^import\s+(?P<name>\w+)\s*,\s*(?P<names>[\w, ]+)$",
-            "each import is a statement of its own",
+            "each import is a separate statement",
             lambda m: "; ".join(f"import {one.strip()}" for one in m[0][6:].split(",")),
         ),
         _form(
             r"^(?:policy|class)\s+(?P<name>\w+)\s*\(\s*(?P<base>\w+)\s*\)|^policy\s+(?P<name2>\w+)\s*[:<]\s*(?P<base2>\w+)(?=\s*\{)",
-            "a policy names what it is made of behind `=`",
+            "a policy names its base after `=`",
             lambda m: f"policy {m['name'] or m['name2']} = {m['base'] or m['base2']} with",
         ),
         _form(
             r"^policy\s+(?P<name>\w+)\s+extends\s+(?P<base>\w+)\s*(?:,|and\b)[\w\s,]*\w",
-            "a policy is made of one other policy",
+            "a policy has only one base",
             "policy {name} = {base} with",
         ),
-        _form(r"^policy\s+[\"'](?P<name>[A-Za-z]\w*)[\"']", "a policy's name stands without quotes", "policy {name}"),
+        _form(r"^policy\s+[\"'](?P<name>[A-Za-z]\w*)[\"']", "a policy's name has no quotes", "policy {name}"),
         _form(r"^(?P<here>policy)\s*(?=\{)", "the policy has no name", "policy Example"),
         _form(
             r"^(?P<here>(?:class|def|kvpolicy)\s+(?P<name>[A-Z]\w*))\s*(?=\{)",
@@ -257,7 +256,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^policy\s+(?P<name>\w+)(?P<base>(?:\s+extends\s+\w+)?)\s*:\s*$",
-            "a policy's statements stand in braces",
+            "a policy's statements are in braces",
             "policy {name} {base} {{",
             help="write {code}, and `}}` after the last one",
         ),
@@ -269,7 +268,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             rf"<n#>\s+(?:percent|per\s*cent)\b(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}",
-            "a share is written as a number",
+            "a ratio is written as a number",
             _share,
         ),
         _form(r"(?<=[\s=(])(?P<n>\d+(?:\.\d+)?)(?P<unit>[KkM])\b", "a number is written without letters", _whole),
@@ -277,7 +276,7 @@ def forms() -> tuple[Form, ...]:
         _form(
             r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[GMK]i?B)\b",
             "a budget is a number of tokens, not of bytes",
-            help="`kvdsl explain` says how many bytes a token takes",
+            help="`kvdsl explain` shows the bytes per token",
         ),
         # -- methods, modules, indices --
         _form(rf"\b(?:{_MODULES}\.)+(?P<name>[A-Za-z_]\w*(?:{_PARENTHESES})?)", "there are no modules", "{name}"),
@@ -287,7 +286,7 @@ def forms() -> tuple[Form, ...]:
         _form(r"^keep\s*\[\s*-\s*<n>\s*:\s*\]$", "`keep` takes a word and a number", "keep last {n}"),
         _form(
             r"\b(?P<f>mean|sum|max|min|std|var|abs|exp|log|sqrt|dot|norm1|norm2)\[<x>\]",
-            "arguments stand in round parentheses",
+            "arguments are in round parentheses",
             "{f}({x})",
         ),
         _form(
@@ -295,7 +294,7 @@ def forms() -> tuple[Form, ...]:
             "values are not indexed",
             "{f}({x} over last {n} queries)",
         ),
-        _form(r"<x!>\[\s*-\s*1\s*\]", "values are not indexed", "last({x})", help="{code} is what the newest query gives"),
+        _form(r"<x!>\[\s*-\s*1\s*\]", "values are not indexed", "last({x})", help="{code} is the value of the newest query"),
         _form(r"<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]", "values are not indexed", "mean({x} over last {n} queries)"),
         _form(
             r"(?<![\w.])(?P<x>[A-Za-z_]\w*)\[\s*(?:layer|layer_idx|l|i)\s*\]",
@@ -311,7 +310,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^layers\s*(?:=|:|in\b)?\s*(?P<list>\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\(?\d+(?:\s*,\s*\d+)+\)?)$",
-            "`layers` takes one range, no list",
+            "`layers` takes one range, not a list",
             _layers_that,
             help="write {code}: the other layers keep everything",
         ),
@@ -324,12 +323,12 @@ def forms() -> tuple[Form, ...]:
             r"^param\s+(?P<name>\w+)\s*=\s*\[[^\[\]]*\]$",
             "a param is one number",
             'tensor {name} [layers] from "{name}.safetensors"',
-            help="numbers of several layers or heads come from a file: {code}",
+            help="numbers per layer or head come from a file: {code}",
         ),
         _form(
             r"^param\s+(?P<name>\w+)\s*=\s*(?:\"[^\"]*\"|'[^']*')$",
             "a param is a number",
-            help="what a policy does is said by its statements; another way to do it is another policy, which may extend this one",
+            help="write an alternative behaviour as another policy, which may extend this one",
         ),
         _form(
             r"\bin\s+(?:range)?[\[(]\s*(?P<low>-?[\w.]+)\s*(?:,|:|\.\.|-)\s*(?P<high>-?[\w.]+)\s*[\])]",
@@ -385,12 +384,12 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             rf"^(?:on|during|in|at|after|phase|only|evict\s+(?:on|at|in|during|after))\s*[=:]?\s*(?:the\s+)?(?P<word>{_PHASES})$",
-            "`when` says in which phase tokens leave",
+            "`when` sets the phase in which tokens are evicted",
             _phase,
         ),
         _form(
             r"^victims(?:\s+shared)?(?:\s+by)?$",
-            "`victims` needs to know who shares them",
+            "`victims` needs `heads` or `layers`",
             "victims shared by heads",
             help="write {code}, say",
         ),
@@ -415,13 +414,13 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^budget\s+<n>\s+(?:tokens\s+)?(?:per|for each|for every|in each|a)\s+(?:kv\s+)?(?:head|layer)s?$",
-            "the budget is per KV head and layer already",
+            "the budget is already per KV head and layer",
             "budget {n}",
         ),
         _form(
-            r"^budget\s+<n>\s+(?:shared|pooled)\s+(?:by|across|over|between|among)\s+(?P<who>heads|layers)$",
+            r"^budget\s+<n>\s+(?:shared|pooled)\s+(?:by|across|over|between|among)\s+(?P<sharers>heads|layers)$",
             "heads and layers share a budget `across` them",
-            "budget {n} across {who}",
+            "budget {n} across {sharers}",
         ),
         _form(
             r"^budget\s+<n>\s+across\s+heads\s+(?:and|,)\s+layers$",
@@ -429,9 +428,9 @@ def forms() -> tuple[Form, ...]:
             "budget {n} across layers",
         ),
         _form(
-            r"^budget\s+<n>\s+(?:for|over|between|among|per)\s+(?P<who>heads|layers)$",
+            r"^budget\s+<n>\s+(?:for|over|between|among|per)\s+(?P<sharers>heads|layers)$",
             "heads and layers share a budget `across` them",
-            "budget {n} across {who}",
+            "budget {n} across {sharers}",
         ),
         _form(
             r"^(?P<head>(?:param|let)\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
@@ -439,27 +438,27 @@ def forms() -> tuple[Form, ...]:
             "{head} {n}",
         ),
         # -- keep --
-        _form(rf"^(?P<word>{_KEEPS}|first|last)\s+<n!>(?:\s+tokens?)?$", "what may not leave is said by `keep`", _kept),
+        _form(rf"^(?P<word>{_KEEPS}|first|last)\s+<n!>(?:\s+tokens?)?$", "`keep` protects tokens", _kept),
         _form(rf"^keep\s+(?:the\s+)?(?P<word>{_KEEPS})\b\s*[=:]?\s*<n>$", "`keep` does not know `{word}`", _kept),
         _form(
             r"^keep\s+<n!>\s+(?P<end>first|last)(?:\s+tokens?)?$",
-            "the number of tokens stands after `{end}`",
+            "the number of tokens comes after `{end}`",
             "keep {end} {n}",
         ),
         _form(
             r"^keep\s+(?:the\s+)?(?P<end>first|last)\s+<n!>\s*(?:,|and|&&?|\|\|?|\+|or)\s*(?:keep\s+)?(?:the\s+)?(?P<end2>first|last)\s+<n2!>$",
-            "each `keep` is a statement of its own",
+            "each `keep` is a separate statement",
             "keep {end} {n}; keep {end2} {n2}",
         ),
         _form(
             r"^keep\s+top\s+<n!>$",
-            "`keep top` needs `by`, and what the tokens are ranked by",
+            "`keep top` needs `by` and a value to rank tokens by",
             "keep top {n} by mean(attn)",
             help="write {code}, say",
         ),
         _form(
             r"^keep\s+(?:the\s+)?(?:<n!>\s+top|top\s+<n2!>)\s+(?:(?:of|in|from|with)\s+)?<x!>$",
-            "`keep top` needs `by`, and what the tokens are ranked by",
+            "`keep top` needs `by` and a value to rank tokens by",
             lambda m: f"keep top {m['n'] or m['n2']} by {m['x']}",
         ),
         _form(
@@ -474,46 +473,46 @@ def forms() -> tuple[Form, ...]:
         # -- select, sketch, pages --
         _form(
             r"^select\s+top\s+<n!>\s+pages\s+by\s+<x>$",
-            "`select` counts tokens, also of pages",
+            "`select` counts tokens, even with pages",
             "select top {n} * 16 by {x}",
-            help="of pages of 16 tokens, {code}",
+            help="with pages of 16 tokens write {code}",
         ),
         _form(
             r"^select\s+(?:the\s+)?(?:top\s+)?<n!>\s+(?:tokens\s+|best\s+|highest\s+)?(?:by|of|with)\s+<x>$",
-            "`select` is `select top N by` and what ranks the tokens",
+            "`select` is `select top N by` and a value to rank tokens by",
             "select top {n} by {x}",
         ),
         _form(
             r"^sketch\s+top\s+<n!>\s+by\s+<x>\s+dims\s+every\s+<m!>(?:\s+queries)?$",
-            "the number of dims stands before `by`",
+            "the number of dims comes before `by`",
             "sketch top {n} dims by {x} every {m} queries",
         ),
         _form(
             r"^select\s+top\s+<n!>\s+by\s+<x>\s+over\s+(?:last\s+)?\w+(?:\s+queries)?$",
-            "each query ranks by itself what `select` takes, before it attends",
+            "each query ranks slots for `select` alone, before it attends",
             "select top {n} by dot(q, k)",
         ),
         # -- definitions --
         _form(
             r"^let\s+(?P<name>\w+)\s*=\s*(?:lambda\s+(?P<a>[\w, ]+):|\(?(?P<b>[\w, ]+?)\)?\s*[-=]>)\s*(?P<value>.+)$",
-            "a function's arguments stand after its name",
+            "a function's arguments come after its name",
             lambda m: f"let {m['name']}({(m['a'] or m['b']).strip()}) = {m['value'].strip()}",
         ),
         _form(
             r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*"
             r"(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
-            "a function is defined by `let`",
+            "`let` defines a function",
             "let {name}({args}) = {value}",
         ),
         _form(
             r"^let\s+(?P<name>\w+)\s*=\s*(?P<end>first|last|top)\s+<n!>$",
             "a `let` names an expression",
             "keep {end} {n}",
-            help="write {code} as a statement of its own",
+            help="write {code} as a separate statement",
         ),
         _form(
             r"^(?:const|var|val|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
-            "a name is given by `let`, and a number that the user may set by `param`",
+            "`let` defines a name, and `param` a number that the user can set",
             "let {name} = {value}",
             "param {name} = {value}",
         ),
@@ -529,7 +528,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^param\s+(?P<name>\w+)\s+(?P<range>in\s+\S+)\s*=\s*(?P<value>.+)$",
-            "the range stands after the default",
+            "the range comes after the default",
             "param {name} = {value} {range}",
         ),
         _form(
@@ -546,7 +545,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             rf"^(?!(?:{'|'.join(STATEMENTS)})\b)(?P<name>[A-Za-z_]\w*)\s*(?P<op>[-+*/])?=(?!=)\s*(?P<value>.+)$",
-            "a statement does not begin with a name: `let` gives one, once",
+            "a statement does not begin with a name: `let` defines one, once",
             _again,
         ),
         _form(
@@ -561,7 +560,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^tensor\s+(?P<name>\w+)\s*\((?P<axes>[\w, ]+)\)\s*from\s*(?P<file>\"[^\"]*\"|'[^']*')$",
-            "a tensor's axes stand in square brackets",
+            "a tensor's axes are in square brackets",
             "tensor {name} [{axes}] from {file}",
         ),
         _form(
@@ -569,7 +568,7 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"(?P<here>\s*,\s*(?P<next>(?:keep|score|param|let|select|when|trigger)\s+[A-Za-z(].*))$",
-            "each statement stands on its own line, or after `;`",
+            "each statement starts on its own line, or after `;`",
             "; {next}",
         ),
         # -- the score --
@@ -585,19 +584,19 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^(?:override\s+)?score\s+<x>\s+(?:where|when|for|if)\s+<c>$(?<!else)",
-            "a score is one number for every slot",
+            "a score is one number per slot",
             "score where({c}, {x}, 0)",
             help="to choose by a condition write {code}",
         ),
         _form(
             r"^score\s*(?:\(\s*<c>\s*,\s*<d>\s*\)|<a>\s*,\s*<b>)$",
-            "a score is one number for every slot",
+            "a score is one number per slot",
             "score {a}{c} + {b}{d}",
             help="for example {code}",
         ),
         _form(
             r"^(?:return|yield|rank by|rank|sort by|sort|importance)\s*[=:]?\s+<x>$",
-            "the score ranks the tokens, and the lowest leaves first",
+            "the score ranks the tokens, and the lowest is evicted first",
             "score {x}",
         ),
         _form(
@@ -607,18 +606,18 @@ def forms() -> tuple[Form, ...]:
         ),
         _form(
             r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:(?:(?:the\s+)?(?:lowest|bottom|top|last|first|least)\s+)?(?:<n#>\s+)?by|lowest|min)\s+<x>$",
-            "the score decides which tokens leave: the lowest first",
+            "the score decides which tokens are evicted: the lowest first",
             "score {x}",
         ),
         _form(
             r"^(?:evict|drop|remove|discard|delete|prune)\s+<n#>(?:\s+tokens?)?$",
-            "`max_drop` says how many tokens leave at a time",
+            "`max_drop` sets how many tokens are evicted at a time",
             "trigger overflow >= {n}; max_drop {n}",
-            help="write {code}, and what leaves first by `score`",
+            help="write {code}, and rank the tokens by `score`",
         ),
         _form(
             r"^(?:evict|drop|remove|discard|delete|prune)\s+<x>$",
-            "the score decides which tokens leave: the lowest first",
+            "the score decides which tokens are evicted: the lowest first",
             "score {x}",
         ),
         # -- control flow --
@@ -640,7 +639,7 @@ def forms() -> tuple[Form, ...]:
         # -- over --
         _form(
             r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)",
-            "`last` takes what the newest query gives",
+            "`last` takes the value of the newest query",
             "last({x})",
         ),
         _form(
@@ -661,12 +660,12 @@ def forms() -> tuple[Form, ...]:
         _form(
             r"(?:(?<=score )|(?<=where )|(?<=by )|(?<== ))(?P<f>mean|sum|max|min|std|var|median)\(<x>\)\s+"
             r"over\s+(?P<axis>queries|slots|dims|heads|page|others|text)\b",
-            "`over` stands inside of the parentheses",
+            "`over` belongs inside the parentheses",
             "{f}({x} over {axis})",
         ),
         _form(
             r"^(?P<here>(?:override\s+)?score\s+<x>\s+over\s+(?P<axis>queries|slots|dims))$",
-            "`over` belongs inside of a reduction",
+            "`over` belongs inside a reduction",
             "score mean({x} over {axis})",
             help="write {code}, say",
         ),

@@ -1,7 +1,4 @@
-"""What people write who come from papers or from other languages, and how the same is said here: helps by the word.
-
-What is a matter of more than one word is a form (`kvdsl.syntax.forms`).
-"""
+"""Words from papers and other languages, and what to write here. `kvdsl.syntax.forms` has patterns of several words."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from kvdsl.helps import operand as operand_of
 from kvdsl.syntax.nodes import Call
 
 
-def _told(help: str, words: str) -> Iterable[tuple[str, str]]:
+def _all(help: str, words: str) -> Iterable[tuple[str, str]]:
     return ((word, help) for word in words.split())
 
 
-OVERRIDE = "leave out `override`: what stands behind `with` takes the place of what it names"
+OVERRIDE = "leave out `override`: a clause after `with` replaces what it names"
 
 
 def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
@@ -38,18 +35,18 @@ NAMES: dict[str, str] = dict([
     *_same("write `position`", "pos idx index i token_index", ": the token's place in the text"),
     *_same("write `age`", "recency distance time", ": how many tokens came after it"),
     *_same("write `live` or `prompt`", "n N len length seq_len seqlen size num_tokens",
-           ": the tokens that are cached, or the length of the prompt"),
+           ": the number of cached tokens, or the length of the prompt"),
     *_same("write `layers`", "num_layers n_layers"),
     *_same("write `layer`", "layer_idx layer_id"),
-    *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
+    *_same("`prev` is the previous value of a fold, inside its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
     *_same("write `1`", "true True yes on", ": conditions count as 0 or 1"),
     *_same("write `0`", "false False no off", ": conditions count as 0 or 1"),
     *_same("write `everything`", "inf infinity Infinity all unlimited none None never",
-           ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
-    *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how",
+           ", a budget that keeps all tokens; scores have no infinity, but `keep where` protects tokens with any score"),
+    *_same("each KV head scores its own slots, with `attn` reduced over its query heads, for example by `group max`",
            "head head_idx head_id kv_head num_heads n_heads"),
     *_same("write `random()`", "rand noise"),
-    *_same("what it was before is `prev`, inside of `fold(0.9 * prev + 0.1 * attn, 0)`, and this mean is `ema(attn, 0.9)`", "score"),
+    *_same("the previous value is `prev`, inside `fold(0.9 * prev + 0.1 * attn, 0)`; this mean is `ema(attn, 0.9)`", "score"),
 ])  # fmt: skip
 """Names in expressions."""
 
@@ -64,19 +61,19 @@ IDS = frozenset(
         "role",
     ]
 )
-"""Names of what a policy does not read of a token, but the caller may give."""
+"""Names of token properties that a policy cannot read, but a caller can pass."""
 
 TURNS = frozenset(["current_turn", "turn_start", "last_turn"])
 
 
 def of_name(name: str) -> str | None:
-    """The help for a name in an expression that means nothing here, or something else."""
+    """Return the help for an unknown or misused name in an expression."""
     if name in ("token_id", "token_ids", "input_ids", "id"):
         return offer("write `token`", ", which is the token's id")
     if name in IDS:
-        return add(f"a policy reads no text: add `given {name} = 0`", ", a number of each token that the caller gives")
+        return add(f"a policy cannot read text: add `given {name} = 0`", ", a number per token that the caller passes")
     if name in TURNS:
-        return "`turn` is the turn in which a token came, and `turns` how many have ended: `keep where turn == turns`, say"
+        return "`turn` is the token's turn, and `turns` the number of ended turns: `keep where turn == turns`, say"
     return NAMES.get(name)
 
 
@@ -85,8 +82,9 @@ class Habit:
     """A function of other languages.
 
     Attributes:
-        parameters: the names in `help` that stand for the call's arguments, in their order.
-        help: its codes in backticks do the same; `more` goes on with it.
+        parameters: names in `help` that stand for the call's arguments, in order.
+        help: text whose codes in backticks do the same.
+        more: text that follows it.
     """
 
     parameters: tuple[str, ...]
@@ -94,7 +92,7 @@ class Habit:
     more: str = ""
 
     def filled(self, call: Call) -> str:
-        """The help for a call; in general terms if it has another number of arguments. Those by name say along which axis, mostly."""
+        """Return the help for a call, in general terms for another number of positional arguments. Keywords usually name an axis."""
         arguments = [one.span.quoted() for one in call.arguments if one.keyword is None]
         if len(arguments) != len(self.parameters):
             return self.help + self.more
@@ -103,7 +101,7 @@ class Habit:
 
 
 def fill(code: str, arguments: Mapping[str, str]) -> str:
-    """A code with texts in place of names, in parentheses where they need some and have none around them."""
+    """Replace names in a code by texts, with parentheses where they are needed."""
     names = re.compile(rf"\b({'|'.join(map(re.escape, arguments))})\b")
 
     def operand(name: re.Match[str]) -> str:
@@ -133,8 +131,8 @@ FUNCTIONS = dict([
     *_call("write `floor(x)`", "int"),
     *_call("write `log(x)`", "ln log2 log10"),
     *_call("write `random()`", "rand randn uniform", "", ", a number in [0, 1) per slot"),
-    *_call("write `sum(x)`", "accumulate cumsum total cumulative running_sum", more=": it is kept up to date query by query"),
-    *_call("write `fold(x, start)`", "scan recurrence accumulate_by state", "x start", ", in which `prev` is what it came to before"),
+    *_call("write `sum(x)`", "accumulate cumsum total cumulative running_sum", more=": it is updated by every query"),
+    *_call("write `fold(x, start)`", "scan recurrence accumulate_by state", "x start", ", in which `prev` is the previous value"),
     *_call("write `ema(x, decay)`", "ewma moving_average", "x decay"),
     *_call("write `sum(where(x > 0, -x * log(x), 0))`", "entropy"),
     *_call("write `cosine(x, y)`", "cosine_similarity cos cos_sim similarity", "x y"),
@@ -144,39 +142,39 @@ FUNCTIONS = dict([
     *_call("write `rank(x)`", "argsort rankdata order", more=", the place in the order of x"),
     *_call("write `max(x)`", "argmax amax"),
     *_call("write `min(x)`", "argmin amin"),
-    *_call("write `live` or `prompt`", "len length", "x", ": the tokens that are cached, or the length of the prompt"),
+    *_call("write `live` or `prompt`", "len length", "x", ": the number of cached tokens, or the length of the prompt"),
     *_call("write `sum(x)`", "count_if countif", more=": a condition counts as 0 or 1"),
     *_call("write `where(c, a, b)`", "if ifelse select choose cond", "c a b"),
     *_call("write `dot(x, y)`", "matmul bmm mm inner einsum", "x y"),
     *_call("write `x`", "float abs_ detach clone item contiguous to half"),
 ])  # fmt: skip
-"""Functions that are called, by what stands between their parentheses."""
+"""Functions, by their parameters."""
 
 STATEMENTS: dict[str, str] = dict([
-    *_told("`score` says what leaves: the lowest first", "evict drop remove discard delete rank sort prune"),
-    *_told("`keep first`, `keep last`, `keep top` or `keep where` says what may not leave", "retain protect pin preserve"),
-    *_told("write `keep last 16`, say", "recent window local last"),
-    *_told("write `keep first 4`, say", "sink sinks first initial"),
-    *_told("write `keep top 8 by mean(attn)`, say", "top heavy heavy_hitters"),
-    *_told("`keep where` says which tokens may not leave", "where filter mask"),
-    *_told("tokens stay or leave: none are merged, quantized or moved elsewhere",
+    *_all("`score` ranks the tokens: the lowest is evicted first", "evict drop remove discard delete rank sort prune"),
+    *_all("`keep first`, `keep last`, `keep top` or `keep where` protects tokens", "retain protect pin preserve"),
+    *_all("write `keep last 16`, say", "recent window local last"),
+    *_all("write `keep first 4`, say", "sink sinks first initial"),
+    *_all("write `keep top 8 by mean(attn)`, say", "top heavy heavy_hitters"),
+    *_all("`keep where` protects the tokens for which a condition holds", "where filter mask"),
+    *_all("tokens are kept or evicted, not merged, quantized or moved",
            "merge compress quantize quantise offload store move swap"),
-    *_told("write `param budget = 512`, say", "size capacity cache cache_size limit max_size max_tokens num_tokens"),
-    *_told("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
-    *_told("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
-    *_told("`let NAME = ...` gives a name", "var const def fn function lambda"),
-    *_told("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
-    *_told("write `group max`, say", "gqa heads head_reduction"),
-    *_told("a comment begins with `#`", "rem comment note"),
+    *_all("write `param budget = 512`, say", "size capacity cache cache_size limit max_size max_tokens num_tokens"),
+    *_all("only a number can depend on a condition, not a statement: `where(condition, a, b)`", "if else elif switch match"),
+    *_all("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
+    *_all("`let NAME = ...` defines a name", "var const def fn function lambda"),
+    *_all("`when prefill` or `when decode` sets the phase", "on during phase at after before"),
+    *_all("write `group max`, say", "gqa heads head_reduction"),
+    *_all("a comment begins with `#`", "rem comment note"),
 ])  # fmt: skip
-"""Words that begin a line of a policy; what stands behind "write" is the whole line."""
+"""First words of a line in a policy. After "write" the help has the whole line."""
 
 KEEPS = dict([
     *((word, "last") for word in ["recent", "latest", "newest", "window", "local"]),
     *((word, "first") for word in ["sink", "sinks", "oldest", "initial", "start", "beginning", "prefix"]),
     *((word, "top") for word in ["highest", "largest", "best", "heavy", "most"]),
 ])  # fmt: skip
-"""Words after `keep`, and the one that means the same."""
+"""Words after `keep`, and their equivalents."""
 
 SETTINGS = {
     "when": dict([
@@ -201,7 +199,7 @@ SETTINGS = {
         *((word, "nobody") for word in ["none", "no"]),
     ]),
 }  # fmt: skip
-"""Words of statements that hold one, and those that mean the same."""
+"""Words of settings, and their equivalents."""
 
 AXES = dict([
     *((word, "slots") for word in ["tokens", "keys", "cache", "positions", "sequence", "seq"]),
@@ -209,7 +207,7 @@ AXES = dict([
     *((word, "dims") for word in ["channels", "features", "hidden", "head_dim"]),
     *((word, "heads") for word in ["group", "kv_heads"]),
 ])  # fmt: skip
-"""Axes by other names."""
+"""Other names of axes, and their equivalents."""
 
 APART = ("batch", "rows", "layers", "layer", "samples", "sequences")
-"""What nothing is reduced over: each row and each layer has values of its own."""
+"""What no reduction ranges over: rows and layers are separate."""

@@ -1,10 +1,10 @@
-"""From text to tokens. The terminals are the grammar's own; this adds what Lark's lexer has no notion of:
+"""Split text into tokens. The terminals are the grammar's; this adds what Lark's lexer cannot express:
 
-- a line's end counts only outside of parentheses that are closed,
-- brackets belong to `input` and `tensor` lines: anywhere else they are strays,
-- whatever matches no terminal is reported and skipped.
+- a line end counts only outside closed parentheses,
+- brackets belong to `input` and `tensor` lines and are strays elsewhere,
+- text that matches no terminal is reported and skipped.
 
-A word is a NAME here; the parser makes it a keyword where one may stand (`kvdsl.syntax.parser`).
+A word is a NAME here; the parser makes it a keyword where one can stand (`kvdsl.syntax.parser`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LOOKALIKES = {
 
 @dataclass
 class Lexed:
-    """What a text consists of.
+    """The tokens of a text.
 
     Attributes:
-        tokens: without comments, spaces, and the line ends inside of parentheses.
-        comments: in their order; each reaches to the end of its line.
-        strays: where something was that is no token: that has been reported.
-        spoiling: those without which the rest does not say what was meant.
+        tokens: without comments, spaces, and line ends inside parentheses.
+        comments: in order, each up to the end of its line.
+        strays: offsets of text that is no token, which has been reported.
+        spoiling: the strays that make the rest of their statement meaningless.
     """
 
     tokens: list[Token]
@@ -57,11 +57,11 @@ class Lexer:
         self._ignored = frozenset(ignored)
 
     def lex(self, source: SourceFile, sink: Sink, goes_on: frozenset[str] | None = None, begin: int = 0) -> Lexed:
-        """The tokens of a text from `begin` on, and what lies between them.
+        """Return the tokens of a text from `begin` on, and its comments and strays.
 
         Args:
-            goes_on: of a text whose end is still to be written, the words that begin statements: a parenthesis that is not closed is
-                open up to the next of these at the beginning of a line.
+            goes_on: for unfinished text, the words that begin statements. An unclosed parenthesis stays open up to the next of these
+                at the beginning of a line.
         """
         found = Lexed([])
         for token in self._raw(source, sink, found, begin):
@@ -113,7 +113,7 @@ def _without_line_ends_in_open_parentheses(tokens: list[Token], begins: frozense
 
 
 def _closed_parentheses(tokens: list[Token]) -> set[int]:
-    """Where the parentheses stand that have a partner within the same braces."""
+    """Return the indices of parentheses that have a partner within the same braces."""
     closed: set[int] = set()
     opened: list[int] = []
     for index, token in enumerate(tokens):
@@ -129,11 +129,11 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
 _BRACKETS = ("LSQB", "RSQB")
 _TENSOR = re.compile(
     r'(?:^|[;{,"\']|\bwith\b)[ \t]*(?:override[ \t]+)?(?:tensor|input)\b[^;{}\n]*\Z', re.MULTILINE
-)  # a docstring or a clause may stand before it
+)  # a docstring or a clause may precede it
 
 
 def _in_tensor(text: str, at: int) -> bool:
-    """Whether a `tensor` or `input` statement begins before a place on its line."""
+    """Return whether a `tensor` or `input` statement begins before an offset on its line."""
     return _TENSOR.search(text, text.rfind("\n", 0, at) + 1, at) is not None
 
 
@@ -142,7 +142,7 @@ _STRAY = re.compile(r"[^\W\d]\w*|\s+|(.)\1*", re.DOTALL)
 
 
 def _explained(source: SourceFile, at: int, sink: Sink) -> bool:
-    """Whether what stands at a place where no token does is of a known form; reports if so."""
+    """Report a stray that a known form explains; return whether one does."""
     explained = None if source.text[at] in "\"'" else forms.explain(source.span(*_around(source.text, at)), at)
     if explained is not None:
         sink.report(codes.SYNTAX, *explained)
@@ -150,7 +150,7 @@ def _explained(source: SourceFile, at: int, sink: Sink) -> bool:
 
 
 _LONGEST = 64
-"""Letters of a word before a stray one that are looked at."""
+"""The most letters before a stray one to include in the word."""
 
 
 def _stray_end(text: str, at: int) -> int:
@@ -159,7 +159,7 @@ def _stray_end(text: str, at: int) -> int:
 
 
 def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
-    """Reports what stands at a place where no token does; returns where to go on."""
+    """Report the stray at an offset; return where to go on."""
     text = source.text
     if text[at] in "\"'":
         return _report_open_string(source, at, sink)
@@ -167,7 +167,7 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
     quoted = _QUOTED.match(text, at)
     if quoted is not None:
         straight = offer(f'write `"{quoted[1]}"`') if not set(quoted[1]) & set('"`') else None
-        sink.report(codes.CHARACTER, source.span(at, quoted.end()), "strings stand in straight quotes", straight)
+        sink.report(codes.CHARACTER, source.span(at, quoted.end()), "strings need straight quotes", straight)
         return quoted.end()
     char = text[at]
     begins = re.search(r"\w*\Z", text[max(0, at - _LONGEST) : at]) if char.isalpha() else None
@@ -184,7 +184,7 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
 
 
 def _ascii(name: str) -> str | None:
-    """A name in ASCII: letters without their marks, and Greek ones by their names; None if there is none."""
+    """Return a name in ASCII: letters without diacritics, and Greek ones spelled out; None if there is none."""
     parts = []
     for char in name:
         plain = unicodedata.normalize("NFKD", char)[0]
@@ -195,14 +195,14 @@ def _ascii(name: str) -> str | None:
 
 
 def _around(text: str, at: int) -> tuple[int, int]:
-    """Where the statement begins and ends that a place belongs to; one of several lines counts line by line."""
+    """Return the ends of the statement around an offset; a statement of several lines counts line by line."""
     begin = max(text.rfind(mark, 0, at) for mark in "\n;{") + 1
     end = text.find("\n", at)
     return begin + len(text[begin:at]) - len(text[begin:at].lstrip()), len(text) if end < 0 else end
 
 
 def _stray_help(source: SourceFile, at: int) -> str | None:
-    """How to mend a character that is none of the language's."""
+    """Return a help for a character that the language does not have."""
     char, before = source.text[at], source.text[:at].rpartition("\n")[2]
     if char == "?" or (char == ":" and "?" in before):
         return habits.CHOICE
@@ -228,5 +228,5 @@ def _report_open_string(source: SourceFile, at: int, sink: Sink) -> int:
 
 
 def span_of(source: SourceFile, token: Token) -> Span:
-    """Where a token stands."""
+    """Return a token's span."""
     return source.span(token.start_pos or 0, token.end_pos or 0)

@@ -1,4 +1,4 @@
-"""What to say about a token that the grammar does not expect."""
+"""Explain a token that the grammar does not expect."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Explanation = tuple[Code, Span, str, str | None, tuple[Label, ...]]
 
 @dataclass(frozen=True)
 class Stuck:
-    """Where the parser stands.
+    """The state of the parser at an unexpected token.
 
     Attributes:
-        begin, at: the indices of the statement's first token and of the unexpected one.
-        token: the unexpected token; a keyword is typed as one.
+        begin: the index of the statement's first token.
+        at: the index of the unexpected token.
+        token: the unexpected token; a keyword has its own type.
         accepts: the terminals that could stand here.
         keywords: the keywords' spelling by terminal.
-        clause: of a policy in one line, the indices of its last clause's first token and of the one behind it.
+        clause: in a one-line policy, the indices of its last clause's first token and of the token after the clause.
     """
 
     source: SourceFile
@@ -47,13 +48,13 @@ class Stuck:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a line ends behind an operator, as if its expression went on in the next."""
+        """Whether a line ends after an operator, as if the next line continued it."""
         ends = self.token.type == "_SEP" and self.token == "\n"
         return ends and self.at > self.begin and self.before is not None and ends_in_operator(self.before)
 
     @property
     def statement(self) -> Span:
-        """The statement, up to the end of its line, or the clause."""
+        """The statement up to the end of its line, or the clause."""
         if self.clause is not None:
             first, behind = (self.tokens[index].start_pos or 0 for index in self.clause)
             return self.source.span(first, behind)
@@ -63,7 +64,7 @@ class Stuck:
 
     @property
     def span(self) -> Span:
-        """Where the unexpected token stands; a missing rest is shown right behind what is there."""
+        """The span of the unexpected token; for a missing rest, the place right after the text."""
         if self.token.type in ("_SEP", "$END", "RBRACE") and self.at > self.begin and self.before is not None:
             end = self.before.end_pos or 0
             return self.source.span(end, end + 1)
@@ -71,12 +72,12 @@ class Stuck:
 
 
 def ends_in_operator(last: Token) -> bool:
-    """Whether an expression with this last token lacks its right side."""
+    """Return whether an expression with this last token lacks its right side."""
     return last.type in _OPERATORS | {"NOT"} or last in ("and", "or", "not")
 
 
 def explain(stuck: Stuck) -> Explanation:
-    """The code, place, message, help and labels for an unexpected token."""
+    """Return the code, place, message, help and labels for an unexpected token."""
     for case in (_unclosed, _stray_bracket, _step, _next_statement, _form, _statement, _operator, _docstring):
         explanation = case(stuck)
         if explanation is not None:
@@ -96,7 +97,7 @@ _SHOWN = {
 
 
 def _unclosed(stuck: Stuck) -> Explanation | None:
-    """The statement or file ends inside a bracket."""
+    """Explain a statement or file that ends inside a bracket."""
     if stuck.token.type == "$END" and "RBRACE" in stuck.accepts | ({"RBRACE"} if stuck.at > stuck.begin else set()):
         brace = _last_open(stuck.tokens[: stuck.at], "LBRACE", "RBRACE")
         parenthesis = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
@@ -127,7 +128,7 @@ def _last_open(tokens: Iterable[Token], left: str, right: str) -> Token | None:
 
 
 def _stray_bracket(stuck: Stuck) -> Explanation | None:
-    """A closing bracket too many."""
+    """Explain an extra closing bracket."""
     partner = {"RPAR": ("LPAR", "("), "RBRACE": ("LBRACE", "{")}.get(stuck.token.type)
     if partner is None or stuck.token.type in stuck.accepts:
         return None
@@ -139,7 +140,7 @@ def _stray_bracket(stuck: Stuck) -> Explanation | None:
 
 
 def _form(stuck: Stuck) -> Explanation | None:
-    """A statement of a form that people bring from elsewhere."""
+    """Explain a statement of a known form."""
     explained = forms.explain(stuck.statement, stuck.span.start)
     if explained is None:
         return None
@@ -148,7 +149,7 @@ def _form(stuck: Stuck) -> Explanation | None:
 
 
 def _next_statement(stuck: Stuck) -> Explanation | None:
-    """A statement right behind another one that is whole."""
+    """Explain a statement right after another complete one."""
     from kvdsl.reference import STATEMENTS, first_word
 
     begins = {"use", "set", "prompt", "attend", "expect", *map(first_word, STATEMENTS)} - {
@@ -166,14 +167,14 @@ def _next_statement(stuck: Stuck) -> Explanation | None:
 
 
 def _step(stuck: Stuck) -> Explanation | None:
-    """A word that begins no step of a test, where `turn` stands alone."""
+    """Explain a word that begins no step of a test; `turn` takes no arguments."""
     from kvdsl.reference import STEPS, first_word
 
     first = stuck.tokens[stuck.begin] if stuck.begin < stuck.at else None
     if first is None or first.type != "NAME" or stuck.at != stuck.begin + 1 or stuck.accepts - {"_SEP", "RBRACE"}:
         return None
     if str(first) == "turn":
-        return codes.SYNTAX, stuck.span, "`turn` stands alone: a turn of the chat has ended", None, ()
+        return codes.SYNTAX, stuck.span, "`turn` takes nothing: it ends a turn of the chat", None, ()
     word, start = printable(str(first)[:64]), stuck.statement.start
     span = stuck.statement.file.span(start, start + len(first))
     help = did_you_mean(word, [*map(first_word, STEPS)])
@@ -181,7 +182,7 @@ def _step(stuck: Stuck) -> Explanation | None:
 
 
 def _statement(stuck: Stuck) -> Explanation | None:
-    """A word that begins no statement."""
+    """Explain a word that begins no statement."""
     begins = stuck.accepts & {"OVERRIDE", "KEEP", "POLICY", "EXPECT", "ATTEND"}
     if not begins or stuck.token.type != "NAME":
         return None
@@ -192,7 +193,7 @@ def _statement(stuck: Stuck) -> Explanation | None:
         return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
     if word == "override" and "KEEP" in stuck.accepts:
         help = leave_out(habits.OVERRIDE, stuck.span)
-        return codes.STATEMENT, stuck.span, "`override` is not needed behind `with`", help, ()
+        return codes.STATEMENT, stuck.span, "`override` is not needed after `with`", help, ()
     habit = habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
     if habit is not None and habit.startswith("write "):
         habit = offer(habit, at=stuck.statement)
@@ -202,7 +203,7 @@ def _statement(stuck: Stuck) -> Explanation | None:
 
 
 def _operator(stuck: Stuck) -> Explanation | None:
-    """Habits from other languages around operators."""
+    """Explain operators of other languages."""
     kind, before = stuck.token.type, stuck.before
     if kind == "EQUAL" and stuck.accepts >= _EXPRESSION and before is not None:
         message = f"`{before}` takes its expression without `=`"
@@ -227,7 +228,7 @@ def _docstring(stuck: Stuck) -> Explanation | None:
 
 
 def _expected(stuck: Stuck) -> Explanation:
-    """The general case: what could stand here."""
+    """Explain any other token by what could stand here."""
     choices = _choices(stuck)
     found = {"_SEP": "the end of the line", "$END": "the end of the file"}.get(stuck.token.type)
     if stuck.token == ";":
@@ -244,7 +245,7 @@ def _expected(stuck: Stuck) -> Explanation:
 
 
 def _help(stuck: Stuck) -> str | None:
-    """How to mend it, where that can be guessed."""
+    """Return a help where one can be guessed."""
     kind, before = stuck.token.type, stuck.before
     if "OVERRIDE" in stuck.accepts and kind == "SLASH" and _text_follows(stuck, "/"):
         return instead("a comment starts with `#`", "#", stuck.source.span(stuck.span.start, stuck.span.start + 2))
@@ -255,27 +256,27 @@ def _help(stuck: Stuck) -> str | None:
     if stuck.token == "if" and "OR" in stuck.accepts:
         return habits.CHOICE
     if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
-        return f'`{stuck.token}` belongs inside of a test: `test "..." {{ ... }}`'
+        return f'`{stuck.token}` belongs inside a test: `test "..." {{ ... }}`'
     if "POLICY" in stuck.accepts and kind in stuck.keywords and _behind_with(stuck):
         return CLAUSES
     if stuck.accepts == {"LBRACE", "_SEP"} and before is not None and before == "\n" and _behind_with(stuck):
         return CLAUSES
     if "POLICY" in stuck.accepts and kind in stuck.keywords:
-        return f"`{stuck.token}` belongs inside of a policy: `policy NAME {{ ... }}`"
+        return f"`{stuck.token}` belongs inside a policy: `policy NAME {{ ... }}`"
     if "OR" in stuck.accepts and kind == "OVER":
-        return "`over` stands inside of the parentheses: `mean(x over slots)`"
+        return "`over` belongs inside the parentheses: `mean(x over slots)`"
     if "_SEP" in stuck.accepts and kind == "COMMA":
-        return "each statement stands on its own line, or after `;`"
+        return "each statement starts on its own line, or after `;`"
     is_name = before is not None and before.type == "NAME" and before not in stuck.keywords.values()
     if before is not None and is_name and kind in ("NAME", "NUMBER") and stuck.accepts & {"LPAR", "OR"}:
         at = span_of(stuck.source, before).to(stuck.span)
-        return offer(f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`", at=at)
+        return offer(f"arguments need parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`", at=at)
     words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
     return (did_you_mean(str(stuck.token), words) if kind == "NAME" else None) or _its_form(stuck)
 
 
 def _its_form(stuck: Stuck) -> str | None:
-    """How the statement is written that has the error, if its first word is there."""
+    """Return the form of the statement with the error, if its first word is known."""
     from kvdsl.reference import STATEMENTS, first_word, form
 
     words = [str(token) for token in stuck.tokens[stuck.begin : stuck.at] if token != "override"][:1]
@@ -283,24 +284,24 @@ def _its_form(stuck: Stuck) -> str | None:
     return f"its form is {listed([form(rule) for rule in rules])}" if rules else None
 
 
-CLAUSES = "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`"
-_GO_ON = "to go on in a new line, put the expression in parentheses"
+CLAUSES = "after `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`"
+_GO_ON = "to continue on a new line, put the expression in parentheses"
 
 
 def _behind_with(stuck: Stuck) -> bool:
-    """Whether the last policy before is one without braces, `A = B with ...`."""
+    """Return whether the last policy before has no braces: `A = B with ...`."""
     words = [str(token) for token in stuck.tokens[: stuck.at]]
     last = max((index for index, word in enumerate(words) if word == "policy"), default=len(words))
     return words[last + 2 : last + 3] == ["="] and "{" not in words[last:]
 
 
 def _text_follows(stuck: Stuck, text: str) -> bool:
-    """Whether a text stands right behind the unexpected token."""
+    """Return whether a text follows the unexpected token."""
     return stuck.source.text.startswith(text, stuck.token.end_pos or 0)
 
 
 def _choices(stuck: Stuck) -> list[str]:
-    """What could stand here, in words, the most telling first."""
+    """Return what could stand here, in words, the most useful first."""
     accepts = set(stuck.accepts)
     accepts -= {"EQUAL"} if "COMMA" in accepts else {"NAME", "LPAR"} if "EQUAL" in accepts else set()
     if "OVERRIDE" in accepts:

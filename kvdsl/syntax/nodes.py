@@ -1,4 +1,4 @@
-"""What a file says, as dataclasses with their places. Nothing in here has been checked."""
+"""A file's syntax as dataclasses with spans, before any checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvdsl.source import SourceFile, Span
 
 @dataclass(frozen=True)
 class Word:
-    """A name where it stands."""
+    """A name and its place."""
 
     span: Span
     text: str
@@ -56,7 +56,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Member:
-    """`j.position` or `j.(dot(k, k))`: what the slot that `over slots as j` names has of `value`."""
+    """`j.position` or `j.(dot(k, k))`: a value of the slot j from `over slots as j`."""
 
     span: Span
     owner: Word
@@ -65,7 +65,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Over:
-    """`over slots`; `last` is the N of `over last N queries`, `after` that of `over text after N`, `name` the j of `over slots as j`."""
+    """The range of a reduction.
+
+    Attributes:
+        last: the N of `over last N queries`.
+        after: the N of `over text after N`.
+        name: the j of `over slots as j`.
+    """
 
     span: Span
     axis: Word
@@ -79,8 +85,9 @@ class Argument:
     """One argument of a call.
 
     Attributes:
-        only: the condition of `x where c`. `key`: that of `x over slots by key`.
-        ranges: where `over`, `where` and `by` stand.
+        only: the condition of `x where c`.
+        key: the key of `x over slots by key`.
+        ranges: the span of `over`, `where` and `by`.
     """
 
     span: Span
@@ -103,7 +110,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Broken:
-    """An expression that was already complained about."""
+    """An expression with an error that was already reported."""
 
     span: Span
 
@@ -123,7 +130,7 @@ WORDS = {
     "rope": ("fused", "cached"),
     "prefill": ("whole", "blocks"),
 }
-"""What the statements that hold a word can say, the default first."""
+"""The words of settings, the default first."""
 
 AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "across": (("heads", "layers"),),
@@ -131,12 +138,12 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "over_last": (("queries",),),
     "input_span": (("NAME",), ("spans",)),
 }
-"""The axes, or what else has no other name, that rules of the grammar name: of each place in a rule, what can stand there."""
+"""Axes and other fixed words in rules of the grammar: for each place in a rule, its allowed words."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """`LO..HI`, either of which may be missing."""
+    """`LO..HI`; either end may be missing."""
 
     span: Span
     low: Expr | None
@@ -157,7 +164,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a function takes: a name, perhaps with a default."""
+    """A function's parameter, possibly with a default."""
 
     span: Span
     name: Word
@@ -166,7 +173,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Let:
-    """`let NAME = EXPR`, or with `parameters` a function."""
+    """`let NAME = EXPR`; a function if it has `parameters`."""
 
     span: Span
     name: Word
@@ -188,7 +195,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Given:
-    """`input NAME [= EXPR]`, in edition 1 `given`; or with a `source` `input NAME from spans`."""
+    """`input NAME [= EXPR]`, in edition 1 `given`; with a `source` `input NAME from spans`."""
 
     span: Span
     name: Word
@@ -214,7 +221,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Setting:
-    """A statement that may stand once and holds an expression (`score`, `slack`), a word (`group`), or both (`storage`)."""
+    """A statement that may occur once and holds an expression (`score`, `slack`), a word (`group`), or both (`storage`)."""
 
     span: Span
     keyword: str
@@ -225,7 +232,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Across:
-    """`across heads [floor RATE]`, the rest of a `budget`."""
+    """`across heads [floor RATIO]` of a `budget`."""
 
     span: Span
     floor: Expr | None
@@ -233,7 +240,7 @@ class Across:
 
 @dataclass(frozen=True)
 class AcrossLayers:
-    """`across layers [by EXPR] [floor RATE]`, the end of a `budget`."""
+    """`across layers [by EXPR] [floor RATIO]` at the end of a `budget`."""
 
     span: Span
     by: Expr | None
@@ -242,7 +249,7 @@ class AcrossLayers:
 
 @dataclass(frozen=True)
 class Budget:
-    """`budget EXPR [at most EXPR] [across heads [floor RATE]] [across layers [by EXPR] [floor RATE]]`."""
+    """`budget EXPR [at most EXPR] [across heads [floor RATIO]] [across layers [by EXPR] [floor RATIO]]`."""
 
     span: Span
     value: Expr
@@ -257,7 +264,7 @@ class Budget:
 class Select:
     """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | from layers (A, B)]`.
 
-    Without a count `by` is a condition.
+    Without a count, `by` is a condition.
     """
 
     span: Span
@@ -304,13 +311,13 @@ class Layers:
 
 
 Single = Setting | Budget | Select | Sketch | Pages | Layers
-"""The statements that may stand once in a policy."""
+"""The statements that may occur once in a policy."""
 
 Statement = Named | Keep | Single
 
 
 def fields(node: object) -> Iterator[object]:
-    """What a node holds; of a tuple, one by one."""
+    """Yield a node's fields, and the items of tuples one by one."""
     for value in vars(node).values():
         yield from value if isinstance(value, tuple) else (value,)
 
@@ -320,7 +327,7 @@ def fields(node: object) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class Row:
-    """Some numbers, `0.4, nan`; `rest` stands between the first `rest_at` of the values and the others."""
+    """Numbers, such as `0.4, nan`; `rest` fills the gap after the first `rest_at` values."""
 
     span: Span
     values: tuple[float, ...]
@@ -328,18 +335,18 @@ class Row:
     rest_at: int = 0
 
     def fits(self, count: int) -> bool:
-        """Whether these can be so many numbers."""
+        """Return whether the row can have so many numbers."""
         return len(self.values) == count or (self.rest is not None and len(self.values) < count)
 
     def of(self, count: int) -> tuple[float, ...]:
-        """So many numbers, which fit."""
+        """Return `count` numbers, which must fit."""
         rest = () if self.rest is None else (self.rest,) * (count - len(self.values))
         return (*self.values[: self.rest_at], *rest, *self.values[self.rest_at :])
 
 
 @dataclass(frozen=True)
 class Places:
-    """Positions in the text, `0, 4..9`, as ranges with both ends; none for `nothing`."""
+    """Positions in the text, `0, 4..9`, as ranges that include both ends; none for `nothing`."""
 
     span: Span
     ranges: tuple[tuple[int, int], ...]
@@ -347,8 +354,9 @@ class Places:
 
 @dataclass(frozen=True)
 class Brought:
-    """What a token brings: `attend`, `query`, `key`, `value` or `given`. One tuple for each KV head; only a `query` has several rows in
-    it. `name`: which of the policy's given values.
+    """A token's `attend`, `query`, `key`, `value` or given value, with one tuple per KV head.
+
+    Only a `query` has several rows in it, one per query head. `name` is the given value's.
     """
 
     span: Span
@@ -359,7 +367,7 @@ class Brought:
 
 @dataclass(frozen=True)
 class Incoming:
-    """A token, `attend ROW` or `token query ROW`, once or `times` times."""
+    """A token, `attend ROW` or `token query ROW`, repeated `times` times."""
 
     span: Span
     brought: tuple[Brought, ...]
@@ -367,13 +375,13 @@ class Incoming:
 
     @property
     def tokens(self) -> tuple[Incoming, ...]:
-        """The token by itself, as a prompt has several."""
+        """The token as a tuple, like a prompt's tokens."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`prompt { ... }`: tokens that come in together."""
+    """`prompt { ... }`: tokens that arrive together."""
 
     span: Span
     tokens: tuple[Incoming, ...]
@@ -400,7 +408,7 @@ class Set:
 
 @dataclass(frozen=True)
 class Expect:
-    """`expect WHAT ...`: for each KV head, or once for all; `word` is the column of `state` or the text of `error`."""
+    """`expect WHAT ...`, per KV head or once for all; `word` is the column of `state` or the text of `error`."""
 
     span: Span
     what: str
@@ -410,7 +418,7 @@ class Expect:
 
 @dataclass(frozen=True)
 class Turn:
-    """`turn`: a turn of the chat has ended."""
+    """`turn`: the end of a turn of the chat."""
 
     span: Span
 
@@ -421,7 +429,7 @@ Kind = TypeVar("Kind", bound=Step)
 
 @dataclass(frozen=True)
 class Test:
-    """`test "TITLE" { ... }`. `broken`: some of its steps have syntax errors and are missing."""
+    """`test "TITLE" { ... }`; `broken` if steps with syntax errors are missing."""
 
     span: Span
     title: Word
@@ -429,12 +437,12 @@ class Test:
     broken: bool = False
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """Its steps of a kind, in order."""
+        """Return the steps of a kind, in order."""
         return [step for step in self.steps if isinstance(step, kind)]
 
     @property
     def texts(self) -> list[Prompt | Incoming]:
-        """The steps with which tokens come in."""
+        """The steps in which tokens arrive."""
         return [step for step in self.steps if isinstance(step, (Prompt, Incoming))]
 
     @property
@@ -468,8 +476,8 @@ class Policy:
     """A policy.
 
     Attributes:
-        clauses: whether it is `= PARENT with` its statements, which take the place of what they name, rather than `extends PARENT`.
-        broken: what its statements with syntax errors would have defined or set.
+        clauses: whether it is `= PARENT with` clauses, which replace what they name, rather than `extends PARENT`.
+        broken: what statements with syntax errors may have defined.
     """
 
     span: Span
@@ -482,7 +490,7 @@ class Policy:
 
     @property
     def heading(self) -> str:
-        """What stands before its statements."""
+        """The text before its statements."""
         if self.parent is None:
             return f"policy {self.name.text}"
         return f"policy {self.name.text} {f'= {self.parent.text} with' if self.clauses else f'extends {self.parent.text}'}"

@@ -1,8 +1,8 @@
-"""From tokens to a tree, with as many syntax errors as a run can find.
+"""Parse tokens into a tree, and report as many syntax errors as possible.
 
-The tables are Lark's; the loop is here because of two things. A word becomes a keyword only where the grammar lets one
-stand, so keywords are never reserved. And after an error the parser goes back to the last place where a statement could
-begin, skips to the next one, and goes on: a broken line costs that line, not the file.
+The tables are Lark's; the loop is our own for two reasons. A word becomes a keyword only where the grammar accepts one, so
+keywords are never reserved. And after an error the parser returns to the last place where a statement could begin, skips to the
+next one, and goes on: an error costs a statement, not the file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvdsl.syntax.messages import Stuck, ends_in_operator, explain
 MAX_ERRORS = 20
 
 ANYTHING = "*"
-"""Stands among what is missing after an error: there is no knowing."""
+"""In the names that an error may have hidden: any name or statement."""
 A_STATEMENT = "?"
-"""Stands among what is missing after an error: some statement, which defines no name."""
+"""In the names that an error may have hidden: some statement that defines no name."""
 
 
 _State = tuple[list[object], list[object]]
 
 
 class Place(Enum):
-    """Where the parser stands: among the items of the file, before a `{`, or among what the braces hold."""
+    """The parser's place: among the items of the file, before a `{`, or inside braces."""
 
     FILE = 0
     HEADER = 1
@@ -60,7 +60,7 @@ _ITEMS = ("policy", "test")
 
 @dataclass(frozen=True)
 class BrokenStatement:
-    """A statement with a syntax error: where it stands, and what it would have defined or set."""
+    """A statement with a syntax error, and the names or settings that it may have defined."""
 
     span: Span
     defines: frozenset[str]
@@ -68,11 +68,11 @@ class BrokenStatement:
 
 @dataclass
 class Parsed:
-    """A tree (None if nothing could be made of the file) and what was left out of it.
+    """A tree, or None for an unreadable file, and what is missing from it.
 
     Attributes:
-        tokens: what was read, line ends included; keywords have types of their own.
-        comments: what the tree does not show.
+        tokens: the tokens read, including line ends; keywords have their own types.
+        comments: the comments, which the tree lacks.
     """
 
     tree: Tree[Token] | None
@@ -83,14 +83,14 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Where a text that goes on leaves the parser.
+    """The state of the parser after an unfinished text.
 
     Attributes:
         accepts: the terminals that could come next.
-        keywords: the words of those that are keywords.
+        keywords: the spelling of those that are keywords.
         statement: the tokens of the unfinished statement.
-        stuck: whether the statement has an error, so that there is no knowing what could come next.
-        hidden: whether the text ends inside of a comment or a string.
+        stuck: whether the statement has an error, so that `accepts` is unknown.
+        hidden: whether the text ends inside a comment or string.
     """
 
     place: Place
@@ -103,7 +103,7 @@ class Prefix:
 
 @lru_cache(maxsize=1)
 def _grammar() -> tuple[Lark, Lexer]:
-    """The tables, which take longer to make than a policy takes to check: they are kept in the cache folder where there is one."""
+    """Return the tables and the lexer. Tables are cached on disk, because making them takes longer than checking a policy."""
     text = read_resource("grammar", "kv.lark")
     digest = hashlib.sha256("\0".join((text, lark.__version__, sys.version)).encode()).hexdigest()[:16]
 
@@ -115,24 +115,24 @@ def _grammar() -> tuple[Lark, Lexer]:
         folder = entry(cache_folder() / "grammar" / digest, "grammar", make, patience=1)
         with open(folder / "tables", "rb") as file:
             tables = Lark.load(file)
-    except (KvdslError, OSError):  # there is no writing, or no getting at it now
+    except (KvdslError, OSError):  # the cache folder is read-only or locked
         tables = _tables(text)
     return tables, Lexer(list(tables.terminals), list(tables.lexer_conf.ignore))
 
 
 def keywords() -> frozenset[str]:
-    """Every word that the grammar knows somewhere."""
+    """Return every keyword of the grammar."""
     return frozenset(_grammar()[1].keywords)
 
 
 @lru_cache(maxsize=1)
 def _begins() -> frozenset[str]:
-    """The words that begin a statement and are nothing else."""
+    """Return the words that only begin statements."""
     return frozenset({*STATEMENTS, "override"}) - NAMED_INPUTS
 
 
 def patterns() -> dict[str, str]:
-    """The terminals that are no words, as regular expressions by their names in the grammar."""
+    """Return the terminals other than keywords, as regular expressions by name."""
     tables, lexer = _grammar()
     return {t.name: t.pattern.to_regexp() for t in tables.terminals if t.name not in lexer.keywords.values()}
 
@@ -142,12 +142,12 @@ def _tables(text: str) -> Lark:
 
 
 def parse(source: SourceFile, sink: Sink) -> Parsed:
-    """The tree of a text. Errors go to the sink; what they spoil is left out of the tree."""
+    """Parse a text. Errors go to the sink; statements with errors are missing from the tree."""
     return _Parser(source, sink).run()
 
 
 def all_tokens(source: SourceFile) -> tuple[list[Token], list[Token]]:
-    """The tokens of a text, also of what has errors, and its comments; keywords have types of their own where the parser has read them."""
+    """Return all tokens and comments of a text, even after errors; keywords have their own types where the parser read them."""
     parser = _Parser(source, Sink())
     parser.run()
     typed = {token.start_pos: token for token in parser.read}
@@ -155,12 +155,12 @@ def all_tokens(source: SourceFile) -> tuple[list[Token], list[Token]]:
 
 
 def read_prefix(source: SourceFile) -> Prefix:
-    """What could come next behind a text."""
+    """Return the state of the parser after an unfinished text."""
     return _Parser(source, Sink(), goes_on=True).prefix()
 
 
 def _head(source: Combined) -> list[Token]:
-    """What would stand before the clauses in a file."""
+    """Return the tokens that precede the clauses in an equivalent file."""
     words = (
         ("NAME", "policy", 0, 0),
         ("NAME", source.policy, 0, 0),
@@ -193,13 +193,9 @@ class _Parser:
         self.place = self.opening = Place.FILE
         self.saved: tuple[Place, list[object], list[object]] = (Place.FILE, [], [])
         self.clause: tuple[int, _State] | None = (
-            None  # of a policy in one line: what its last clause stands behind, and the state to go back to
+            None  # in a one-line policy: the index before its last clause, and the state there
         )
-        self.failed = (
-            Place.FILE,
-            0,
-            0,
-        )  # of the last error: the place, where reading goes on, and where its statement began
+        self.failed = (Place.FILE, 0, 0)  # at the last error: the place, the index to go on at, and that of its statement
 
     def run(self) -> Parsed:
         while self._advance():
@@ -213,7 +209,7 @@ class _Parser:
         return Parsed(None, self.broken)
 
     def prefix(self) -> Prefix:
-        """The text as one that goes on."""
+        """Parse the text as unfinished."""
         going = self._advance()
         names = {name: word for word, name in self.keywords.items()}
         hidden = any(comment.end_pos == len(self.source.text) for comment in self.comments) or self._in_string()
@@ -225,11 +221,11 @@ class _Parser:
         return Prefix(self.place, frozenset(accepts), names, statement, False, hidden)
 
     def _in_string(self) -> bool:
-        """Whether the text ends in a string that has no end."""
+        """Return whether the text ends in an unclosed string."""
         return any(self.source.text[stray] in "\"'" and "\n" not in self.source.text[stray:] for stray in self.strays)
 
     def _advance(self) -> bool:
-        """Takes the tokens up to the end of the text; False if nothing can be made of it."""
+        """Feed all tokens; return False if the file is unreadable."""
         while self.tokens[self.at].type != "$END":
             self._mark()
             token = self._typed(self.tokens[self.at])
@@ -253,12 +249,12 @@ class _Parser:
         return True
 
     def _strayed(self, token: Token) -> bool:
-        """Whether before a token of this statement something stands that is none: the rest would not mean what was meant."""
+        """Return whether a stray before a token makes its statement meaningless."""
         end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
         return self.at > self.statement and any(end <= stray < (token.start_pos or 0) for stray in self.spoiling)
 
     def _mended(self, token: Token) -> bool:
-        """Reports a token that the grammar does not expect, and goes on behind the statement; False if that cannot be."""
+        """Report an unexpected token and go on after its statement; return False if that is impossible."""
         self.errors += 1
         self._report(token)
         place, begin = self.saved[0], self.statement
@@ -267,7 +263,7 @@ class _Parser:
         return goes_on
 
     def _enter(self, token: Token) -> None:
-        """Follows where the parser stands."""
+        """Track the parser's place."""
         if token.type in _OPENS:
             self.place, self.opening, self.clause = Place.HEADER, _OPENS[token.type], None
         elif token.type == "LBRACE":
@@ -276,7 +272,7 @@ class _Parser:
             self.place = _AROUND[self.place]
 
     def _allowed(self) -> Mapping[str, object]:
-        """What the tables have an action for in the present state."""
+        """Return the table's actions in the present state."""
         return self.states[self.machine.parser_state.position]
 
     def _typed(self, token: Token) -> Token:
@@ -286,9 +282,9 @@ class _Parser:
         return Token(keyword, str(token), start_pos=token.start_pos, end_pos=token.end_pos)
 
     def _mark(self) -> None:
-        """Remembers a place where a statement can begin, or an item of the file: what to go back to."""
+        """Save the state where a statement or an item of the file can begin, to return to after an error."""
         if self.place is Place.HEADER and self.clause is not None and "POLICY" in self.machine.accepts():  # type: ignore[no-untyped-call]
-            self.place, self.clause = Place.FILE, None  # a policy without braces, `A = B with ...`, ends with its line
+            self.place, self.clause = Place.FILE, None  # `A = B with ...` without braces ends with its line
         if self.place is not Place.HEADER and _BEGINS[self.place] <= self._allowed().keys():
             self.saved = (self.place, *self._state())
             self.statement = self.at
@@ -320,7 +316,7 @@ class _Parser:
         return {name: word for word, name in self.keywords.items()}
 
     def _recover(self) -> bool:
-        """Goes back to where the broken statement began and on to where the next may; False if there is no such place."""
+        """Return to the beginning of the broken statement and skip to the next; return False if that is impossible."""
         if self.place is Place.HEADER and self.clause is not None:
             return self._recover_clause(*self.clause)
         self.place = self.saved[0]
@@ -336,7 +332,7 @@ class _Parser:
         return self.at > begin or self.tokens[self.at].type == "$END"
 
     def _recover_clause(self, begin: int, before: _State) -> bool:
-        """Leaves out a clause of `A = B with ...`, which begins behind a `,` or `with`; without any it is `A = B with {}`."""
+        """Skip a broken clause of `A = B with ...`, after a `,` or `with`; without any clause it becomes `A = B with {}`."""
         self._go_back(before)
         self.at = self._end_of_clause(begin, self.at)
         self.spoiling = [stray for stray in self.spoiling if stray >= (self.tokens[self.at].start_pos or 0)]
@@ -352,7 +348,7 @@ class _Parser:
         return True
 
     def _end_of_clause(self, begin: int, stuck: int) -> int:
-        """The index of the first comma outside of parentheses, or end of the line, from `stuck` on."""
+        """Return the index of the first comma outside parentheses, or end of the line, from `stuck` on."""
         depth = 0
         for index in range(begin + 1, len(self.tokens)):
             kind = self.tokens[index].type
@@ -362,7 +358,7 @@ class _Parser:
         return len(self.tokens) - 1
 
     def _close(self) -> bool:
-        """Ends the open policy or test, so that the file goes on; False if it cannot end here, as a prompt without tokens."""
+        """Close the open policy or test so that the file goes on; return False if it cannot end here, like an empty prompt."""
         end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
         try:
             while self.place is not Place.FILE:
@@ -374,7 +370,7 @@ class _Parser:
         return True
 
     def _skip(self, begin: int, stuck: int, inside: bool) -> int:
-        """The index of the token after a broken statement: a separator, the `}` around it, or another policy or test."""
+        """Return the index after a broken statement: a separator, the `}` around it, or another policy or test."""
         depth = 0
         headless = self.tokens[begin] in _ITEMS and not any(token.type == "LBRACE" for token in self.tokens[begin:stuck])
         for index in range(begin, len(self.tokens)):
@@ -395,7 +391,7 @@ class _Parser:
         return len(self.tokens) - 1
 
     def _goes_on(self, index: int) -> bool:
-        """Whether the broken statement seems to go on behind a line's end: there is an operator before it and no statement after it."""
+        """Return whether the broken statement continues after a line end: an operator before it and no statement after it."""
         after = self.tokens[index + 1]
         begins = after.type == "NAME" and after not in self.keywords
         return ends_in_operator(self.tokens[index - 1]) and (begins or after.type in ("NUMBER", "LPAR"))

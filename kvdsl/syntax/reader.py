@@ -1,4 +1,4 @@
-"""From a path to a source text. Whatever lies at the path, the result is a text or a diagnostic."""
+"""Read a source text from a path. The result is always a text or a diagnostic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 32_768
 
 
 def read_source(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
-    """A text that is given, or that of the file at a path; None after a report."""
+    """Return a given text, or that of the file at a path; None after a report."""
     if isinstance(source, SourceFile):
         return normalized(source, sink)
     return read(Path(source), sink, name=str(source))
@@ -21,14 +21,14 @@ def read_source(source: SourceFile | Path | str, sink: Sink) -> SourceFile | Non
 def read(
     path: Path, sink: Sink, name: str | None = None, blame: Span | None = None, help: str | None = None
 ) -> SourceFile | None:
-    """The text of a file, or None after a report at `blame` (the import that asked for it)."""
+    """Return the text of a file, or None after a report at `blame`, the import that names it."""
     name = str(path) if name is None else name
     data = read_bytes(path, sink, name, blame, help)
     return None if data is None else decode(data, sink, name, path, blame)
 
 
 def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None, help: str | None = None) -> bytes | None:
-    """What is in a file, or None after a report."""
+    """Return a file's bytes, or None after a report."""
     place = SourceFile(name, "", path).span(0, 0) if blame is None else blame
     try:
         if path.is_dir():
@@ -50,13 +50,13 @@ def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None, hel
 _REASONS: dict[type[Exception], str] = {
     FileNotFoundError: "there is no such file",
     IsADirectoryError: "it is a folder",
-    NotADirectoryError: "a part of its path is no folder",
+    NotADirectoryError: "a part of its path is not a folder",
     PermissionError: "permission denied",
 }
 
 
 def decode(data: bytes, sink: Sink, name: str, path: Path | None = None, blame: Span | None = None) -> SourceFile | None:
-    """The text that the bytes are, or None after a report."""
+    """Decode bytes as UTF-8; None after a report."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def decode(data: bytes, sink: Sink, name: str, path: Path | None = None, blame: 
 
 
 def _replaced(data: bytes, error: UnicodeDecodeError, name: str, path: Path | None) -> Span:
-    """Where the first byte that is no UTF-8 stands, in a text that has `U+FFFD` in the place of each."""
+    """Return the span of the first byte that is not UTF-8, in a text with `U+FFFD` in place of each."""
     before = data[: error.start].decode("utf-8-sig", "replace")
     text = data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
     at = len(before.replace("\r\n", "\n"))
@@ -77,13 +77,13 @@ def _replaced(data: bytes, error: UnicodeDecodeError, name: str, path: Path | No
 
 
 def normalized(source: SourceFile, sink: Sink) -> SourceFile | None:
-    """The source with plain line ends and no byte order mark, or None after a report if no policy can be that large."""
+    """Return the source with `\\n` line ends and no byte order mark; None after a report of a NUL or a file too large for a policy."""
     text = source.text.removeprefix("\ufeff")
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "\0" in text:
         at = text.index("\0")
-        message = "the file has a NUL character, which no text has"
+        message = "the file contains a NUL character, so it is not text"
         sink.report(codes.ENCODING, SourceFile(source.name, text, source.path).span(at, at + 1), message)
         return None
     if len(text) > MAX_BYTES:

@@ -1,4 +1,4 @@
-"""From Lark's tree to dataclasses."""
+"""Turn Lark's tree into dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Child = Union["Tree[Token]", Token, None]
 
 
 def parse_module(source: SourceFile, sink: Sink) -> syn.Module:
-    """A file's syntax; errors go to the sink, and what they spoil is left out."""
+    """Return a file's syntax. Errors go to the sink; statements with errors are missing."""
     parsed = parse(source, sink)
     if parsed.tree is None:
         return syn.Module(source, broken=True)
@@ -161,7 +161,6 @@ class _Shaper:
         return syn.Keep(span, "first" if scope == "first" else "last", values[0], override=override)
 
     def _single(self, tree: Tree[Token], override: bool) -> syn.Single:
-        """A statement that may stand once."""
         keyword, span, children = str(tree.data), self._span(tree), tree.children
         if keyword == "budget":
             value, most, *shared = children
@@ -193,17 +192,17 @@ class _Shaper:
         return self._expr(child.children[0]) if isinstance(child, Tree) else None
 
     def _shared(self, children: Sequence[Child]) -> tuple[syn.Across | None, syn.AcrossLayers | None]:
-        """Who shares a budget: a layer's heads, all layers, or both."""
+        """Return the sharers of a budget: a layer's heads, all layers, or both."""
         found: dict[str, tuple[Span, list[syn.Expr | None]]] = {}
         for child in map(_tree, children):
-            who, *rest = child.children
-            word = self._named("across", "across", who)
+            sharers, *rest = child.children
+            word = self._named("across", "across", sharers)
             by, floor = (None if part is None else self._expr(part) for part in rest)
             if word in found:
-                self.sink.report(codes.DUPLICATE, self._span(child), f"`across {word}` stands here twice")
+                self.sink.report(codes.DUPLICATE, self._span(child), f"`across {word}` is given twice")
             elif word == "heads" and by is not None:
                 message = "the heads of a layer share a budget by their scores, so `across heads` takes no `by`"
-                help = instead("layers do: write `across layers`", "layers", self._word(who).span)
+                help = instead("layers do: write `across layers`", "layers", self._word(sharers).span)
                 self.sink.report(codes.ACROSS, by.span, message, help)
             elif word is not None:
                 found[word] = self._span(child), [by, floor]
@@ -214,7 +213,7 @@ class _Shaper:
         )
 
     def _named(self, rule: str, what: str, child: Child, place: int = 0) -> str | None:
-        """The axis that a word names in a place of a rule, one of those that can stand there; None after a report."""
+        """Return the word at a place of a rule; None after a report that it is not allowed there."""
         word, known = self._word(child), syn.AXES[rule][place]
         if word.text in known:
             return word.text
@@ -313,7 +312,7 @@ class _Shaper:
 
         for match in _CONTROL.finditer(text):
             at = span.start + quotes + match.start()
-            message = f"a string cannot have the character `{printable(match.group())}` as it is"
+            message = f"a string cannot contain the character `{printable(match.group())}` directly"
             help = offer(f"write `\\u{{{ord(match.group()):x}}}`")
             self.sink.report(codes.ENCODING, self.source.span(at, at + 1), message, help)
         return _ESCAPE.sub(value, text)
@@ -336,7 +335,7 @@ _CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _trees(children: Iterable[Child]) -> list[Tree[Token]]:
-    """What is there of parts that may be left out, and no word."""
+    """Return the parts that are present, without words."""
     return [child for child in children if isinstance(child, Tree)]
 
 

@@ -1,4 +1,4 @@
-"""From Lark's tree to dataclasses: the steps of a test."""
+"""Turn Lark's tree into dataclasses: the steps of a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
 
 MANY = 4_096
-"""The most often that a token can come in by one step, and the longest range of positions."""
+"""The most repetitions of a token in one step, and the longest range of positions."""
 
 Child = Union["Tree[Token]", Token, None]
 
@@ -28,7 +28,7 @@ class TestShaper:
         self.source, self.sink, self.string = source, sink, string
 
     def step(self, tree: Tree[Token]) -> syn.Step:
-        """One step."""
+        """Return a step of a test."""
         span, kind = self._span(tree), str(tree.data)
         if kind in ("use", "use_at"):
             name, *numbers = tree.children
@@ -63,7 +63,7 @@ class TestShaper:
     def _times(self, count: syn.Constant) -> int:
         if count.value.is_integer() and 1 <= count.value <= MANY:
             return int(count.value)
-        message = f"a token comes in 1 to {MANY} times, not {count.span.quoted()}"
+        message = f"a token can be repeated 1 to {MANY} times, not {count.span.quoted()}"
         self.sink.report(codes.TEST_SIZE, count.span, message)
         return 1
 
@@ -77,8 +77,8 @@ class TestShaper:
             return syn.Brought(span, "query", heads)
         for one, of_head in zip(rows, heads, strict=True):
             if len(of_head) > 1:
-                message = f"`and` stands between query heads, which `{word.text}` has none of"
-                self.sink.report(codes.TEST_SIZE, self._span(_tree(one)), message, "between KV heads stands `/`")
+                message = f"`and` separates query heads, which `{word.text}` does not have"
+                self.sink.report(codes.TEST_SIZE, self._span(_tree(one)), message, "`/` separates KV heads")
         heads = tuple(of_head[:1] for of_head in heads)
         return syn.Brought(span, word.text, heads) if word.text in VECTORS else syn.Brought(span, "given", heads, word)
 
@@ -125,16 +125,15 @@ class TestShaper:
         return syn.Places(span, () if span.text == "nothing" else tuple(self._positions(part) for part in parts))
 
     def _positions(self, tree: Tree[Token]) -> tuple[int, int]:
-        """`3`, or `3..7`."""
         span = self._span(tree)
         numbers = [child for child in tree.children if isinstance(child, Token) and child.type == "NUMBER"]
         ends = [self._constant(child).value for child in numbers]
         if tree.data == "rest" or any(isinstance(child, Token) and child.type == "NAME" for child in tree.children):
             self._unexpected(span, f"expected a number or `nothing`, not `{span.quoted()}`", ("nothing",))
         elif not all(end.is_integer() for end in ends) or span.text.startswith("-"):
-            self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` is no position", "positions are whole numbers")
+            self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` is not a position", "positions are whole numbers")
         elif not 0 <= ends[-1] - ends[0] <= MANY:
-            self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` has no positions in it, or too many")
+            self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` has no positions, or too many")
         else:
             return int(ends[0]), int(ends[-1])
         return 0, 0

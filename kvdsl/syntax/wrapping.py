@@ -1,7 +1,7 @@
-"""One statement as text: the spaces between its tokens, and where it is broken if it is too long for a line.
+"""Print one statement: spaces between its tokens, and line breaks if it is too long.
 
-A line's end counts as nothing only inside of parentheses, so that is where lines are broken: outermost first, behind `(` and
-commas and before `)`; an argument that is still too long, before its loosest operators.
+Only inside parentheses is a line end ignored, so lines break there, the outermost first: after `(` and commas, and before `)`.
+An argument that is still too long breaks before its loosest operators.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ WIDTH = 128
 INDENT = 2
 
 _DEEPEST = 20
-"""Parentheses below this many others that were broken are not broken, so that the indentation stays within bounds."""
+"""Parentheses nested deeper than this are not broken, which limits the indentation."""
 
 _VALUES = {"NAME", "NUMBER", "RPAR"}
 _STEPS = {"ATTEND", "TOKEN", "EXPECT", "NUMBER"}
-"""What begins a step of a test that has numbers: in it a `-` is a sign, also behind a name."""
+"""The first tokens of a test's steps with numbers, in which `-` is a sign, even after a name."""
 _LOOSENESS = {
     "OR": 1, "AND": 2, "LT": 3, "LE": 3, "GT": 3, "GE": 3, "EQ": 3, "NE": 3, "PLUS": 4, "MINUS": 4, "STAR": 5, "SLASH": 5, "PERCENT": 5,
 }  # fmt: skip
 
 
 def flat(pieces: Sequence[Piece]) -> str:
-    """The tokens on one line."""
+    """Return the tokens on one line."""
     return "".join(gap + piece.text for gap, piece in zip(_gaps(pieces), pieces, strict=True))
 
 
 def has_comments(pieces: Sequence[Piece]) -> bool:
-    """Whether there are comments between the tokens."""
+    """Return whether there are comments between the tokens."""
     return any(piece.above or piece.behind for piece in pieces)
 
 
 def wrapped(pieces: Sequence[Piece], indent: str) -> list[str]:
-    """The tokens on as few lines as they need."""
+    """Return the tokens on as few lines as they need."""
     if not has_comments(pieces) and len(indent) + len(flat(pieces)) <= WIDTH:
         return [indent + flat(pieces)]
     return _Wrapper(pieces, indent).run()
 
 
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
-    """What stands before each token."""
-    signed = False  # whether the token before is a sign
+    """Yield the space before each token."""
+    signed = False  # whether the previous token is a sign
     step = bool(pieces) and pieces[0].type in _STEPS
     for index, piece in enumerate(pieces):
         before = pieces[index - 1] if index else None
@@ -65,7 +65,7 @@ def _gap(left: Piece, right: Piece) -> str:
 
 
 class _Wrapper:
-    """Goes through a statement's tokens once, with a stack of the parentheses that it is in."""
+    """Goes through a statement's tokens once, with a stack of open parentheses."""
 
     def __init__(self, pieces: Sequence[Piece], indent: str) -> None:
         self.pieces, self.indent = pieces, indent
@@ -73,13 +73,13 @@ class _Wrapper:
         self.ends = [0, *accumulate(len(text) for text in self.texts)]
         self.comments = [0, *accumulate(has_comments([piece]) for piece in pieces)]
         self.partner = _partners(pieces)
-        self.broken: list[bool] = []  # of the parentheses around, whether they were broken
-        self.before: set[int] = set()  # operators that begin a line
+        self.broken: list[bool] = []  # whether each enclosing parenthesis was broken
+        self.before: set[int] = set()  # operators that start a line
         self.lines: list[str] = []
         self.line = indent
 
     def run(self) -> list[str]:
-        """The lines."""
+        """Return the lines."""
         for index, piece in enumerate(self.pieces):
             for comment in piece.above:
                 self._new_line()
@@ -111,7 +111,7 @@ class _Wrapper:
         return self.ends[end] - self.ends[start]
 
     def _has_to_break(self, index: int) -> bool:
-        """Whether the parentheses that open here do not fit into the line together with what cannot be broken behind them."""
+        """Return whether the parentheses opened here, with the unbreakable text after them, do not fit the line."""
         last = self.partner[index]
         if last == index + 1 and not self.pieces[last].above and not self.pieces[index].behind:
             return False
@@ -125,7 +125,7 @@ class _Wrapper:
         return len(self.line) + self._width(index + 1, end) + 1 > WIDTH
 
     def _break_item(self, start: int) -> None:
-        """Marks the loosest operators of the argument that begins here, if it is too long for a line."""
+        """Mark the loosest operators of the argument that begins here, if it is too long for a line."""
         operators: dict[int, int] = {}
         end = start
         while self.pieces[end].type not in ("RPAR", "COMMA"):
@@ -140,7 +140,7 @@ class _Wrapper:
 
 
 def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
-    """Opening parenthesis -> the closing one."""
+    """Map each opening parenthesis to its closing one."""
     found: dict[int, int] = {}
     opened: list[int] = []
     for index, piece in enumerate(pieces):

@@ -88,14 +88,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 def test_a_compiler_that_makes_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
-    with pytest.raises(KvdslError, match=r"true reports success, but writes no file; set CXX to another one"):
+    with pytest.raises(KvdslError, match=r"true reports success, but wrote no file; set CXX to another one"):
         cxx.shared_library(source, "thing")
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("false", "ended with 1 without a word"),
+        ("false", "ended with 1 without output"),
         ("'", "CXX cannot be read .*; set CXX to another one"),
         ("{}", "cannot be run"),
         ("sh -c", "the C\\+\\+ compiler"),
@@ -124,7 +124,7 @@ def test_a_full_disk(source: Path, fake: Callable[[str], None], build: Callable[
 def test_no_room_for_the_log(source: Path, fake: Callable[[str], None]) -> None:
     fake("echo 'an error' >&2; exit 1")
     (cache_folder() / "cpu" / "thing.log").mkdir(parents=True)
-    with pytest.raises(KvdslError, match=r"failed: an error; .*fake-g\+\+ .* shows the rest"):
+    with pytest.raises(KvdslError, match=r"failed: an error; .*fake-g\+\+ .* shows the full output"):
         cxx.shared_library(source, "thing")
 
 

@@ -100,7 +100,7 @@ def test_a_builder_that_lives_is_waited_for(
 ) -> None:
     monkeypatch.setattr(lock, "LIMIT", 0.2)
     monkeypatch.setattr(lock, "SILENT", 0.1)
-    reason = r"waited 0.2 s for another process, which builds `thing` and holds .*thing\.lock; if it does nothing, end it"
+    reason = r"waited 0.2 s for another process, which builds `thing` and holds .*thing\.lock; if it hangs, end it"
     with _holder(tmp_path / "thing"), pytest.raises(KvdslError, match=reason):
         entry(tmp_path / "thing", "thing", _make)
     assert capfd.readouterr().err == "kvdsl: waiting for another process, which builds `thing`\n"

@@ -108,7 +108,7 @@ def test_a_file_without_tests_says_how_to_begin(
     monkeypatch.chdir(tmp_path)
     Path("mine.kv").write_text(MINE)
     said = run(capsys, "test", "mine.kv")
-    assert said.code == 2 and 'write them in `mine_test.kv` beside it, which begins with `import "mine.kv"`' in said.err
+    assert said.code == 2 and 'write them in `mine_test.kv` next to it, which begins with `import "mine.kv"`' in said.err
 
 
 def said_of(capsys: pytest.CaptureFixture[str], folder: Path, text: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_without_files_checks_the_folder(capsys: pytest.CaptureFixture[str]) -> 
     result = run(capsys, "check")
     assert result.code == 0
     assert "2 files" in result.out
-    assert run(capsys, "check", "inner").out == "1 file checked: all is well\n"
+    assert run(capsys, "check", "inner").out == "1 file checked: no problems\n"
 
 
 def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_watch_checks_again_after_each_change() -> None:
             assert process.stdout is not None
             lines = iter(process.stdout.readline, "")
             for change, name, closes_with in [
-                (None, "", "2 files checked: all is well"),
+                (None, "", "2 files checked: no problems"),
                 (GOOD.replace("mean(attn)", "attn"), "good.kv", "1 error"),
-                (GOOD, "good.kv", "2 files checked: all is well"),
+                (GOOD, "good.kv", "2 files checked: no problems"),
                 (BAD, "inner/more/new.kv", "2 errors"),
                 ('kv 1\nimport "../../later.kv"\n\nlet f(x) = g(x)\n', "inner/more/new.kv", "1 error"),
-                ("kv 1\n\nlet g(x) = x\n", "later.kv", "3 files checked: all is well"),
+                ("kv 1\n\nlet g(x) = x\n", "later.kv", "3 files checked: no problems"),
                 (BAD, "inner/more/new.kv", "2 errors"),
             ]:
                 if change is not None:

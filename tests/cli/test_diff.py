@@ -90,7 +90,7 @@ def test_no_text_at_all_is_said(capsys: Capture) -> None:
     lines = "param budget = 64 in 50..100", "score mean(attn)", "score -mean(attn)"
     one, other = write("one.kv", lines[0], lines[1]), write("other.kv", lines[0], lines[2])
     assert (
-        "No text was tried: what they protect, or their budgets, fit no small text." in run(capsys, "diff", one, other).out
+        "No text was tried: their protected tokens or budgets fit no small text." in run(capsys, "diff", one, other).out
     )
 
 
@@ -180,7 +180,7 @@ def test_of_tensors_of_files_no_text_is_tried(capsys: Capture) -> None:
 
 def test_no_text_of_layers_that_share(capsys: Capture) -> None:
     out = run(capsys, "diff", "cake", "lava").out
-    assert "No text was tried: layers that share a budget are several, and a test has one." in out
+    assert "No text was tried: layers that share a budget need several layers, and a test has one." in out
 
 
 def test_what_is_set_stands_in_the_test(capsys: Capture) -> None:

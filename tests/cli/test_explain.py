@@ -149,15 +149,15 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         (f"{BASE}; group max", "by the max over the query heads"),
         (f"{BASE}; victims shared by heads", "the same tokens in the KV heads of a layer"),
         (f"{BASE}; layers 2..", "in layers 2..; every token in the others"),
-        (f"{BASE}; when decode", "the prompt goes through whole"),
+        (f"{BASE}; when decode", "the prompt stays whole"),
         (f"{BASE}; positions compact", "its rank among those that are still there"),
-        (f"{BASE}; positions compact; rope cached", "256 more for the key's rotated half (1.5 times the key and value)"),
+        (f"{BASE}; positions compact; rope cached", "256 more for the key's rotated half (1.5 × the key and value)"),
         (f"{BASE}; storage blocks 16", "in blocks of 16 slots, from one pool for the rows of a batch"),
         (f"{BASE}; trigger overflow >= 0", "never: the trigger is 0"),
         (f"{BASE}; trigger overflow >= 0; when decode; cap hard", "no more than the prompt + 1, or budget + 0"),
         (
             f"{BASE}; trigger overflow >= 9; max_drop 4; slack 2",
-            "4 tokens at a time more where that would leave more than 2",
+            "4 tokens at a time more if that would leave more than 2",
         ),
         (f"{BASE}; cap hard", "before a token comes in"),
         (f"{BASE}; keep where age < 3", "the tokens where age < 3"),
@@ -169,7 +169,7 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         ("param budget = 64; score budget * random()", "by lot"),
         (
             "param budget = 64; score sum(attn) + 0.001 * random()",
-            "the token with the lowest sum(attn) + 0.001 * random() first; `random()` is drawn again by each token",
+            "the token with the lowest sum(attn) + 0.001 * random() first; `random()` is drawn again for each token",
         ),
         ("param budget = 64; score norm2(k)", "once, when the token comes in"),
         ("param budget = 64; score sum(attn over last 9 queries)", "attn, from each of the last 9 queries"),
@@ -288,14 +288,14 @@ def test_html_of_a_code(capsys: Capture) -> None:
     [
         (
             "where(w > 0.5, sinks + 60, 256)",
-            "sinks + 60 = 64 tokens or 256 tokens per KV head, as w tells",
+            "sinks + 60 = 64 tokens or 256 tokens per KV head, chosen by w, after eviction",
             [64, 256],
             [33024, 132096],
         ),
-        ("where(w > 0.5, 64, everything)", "64 tokens or every token per KV head, as w tells", [64, None], [33024, None]),
+        ("where(w > 0.5, 64, everything)", "64 tokens or every token per KV head, chosen by w, after eviction", [64, None], [33024, None]),
         ("where(w > 0.9, 8, where(w > 0.5, 64, 64))", "8 tokens or 64 tokens per KV head", [8, 64], [4128, 33024]),
-        ("1000 * w", "1000 * w tokens per KV head, as w tells", [None], [None, None]),
-        ("small", "small tokens per KV head, as w tells", [None], [None, None]),
+        ("1000 * w", "1000 * w tokens per KV head, chosen by w, after eviction", [None], [None, None]),
+        ("small", "small tokens per KV head, chosen by w, after eviction", [None], [None, None]),
     ],
 )
 def test_budgets_that_a_tensor_tells(
@@ -333,7 +333,7 @@ def test_layers_that_share(capsys: Capture) -> None:
         ].split()
     )
     assert (
-        "all layers and heads share their budgets, once all have seen the prompt, each head 0.5 of its budget at least"
+        "all layers and heads share their budgets after the prompt, each head 0.5 of its budget at least"
         in shown
     )
 

@@ -120,7 +120,7 @@ def test_a_file_with_errors_is_told_and_the_others_run(capsys: pytest.CaptureFix
         (("nonsense",), "there is no policy `nonsense`"),
         (("-k", "nonsense"), "no test matches"),
         (("alone.kv",), "`alone.kv` has no tests"),
-        (("empty",), "there are no tests in what was named"),
+        (("empty",), "there are no tests in these files"),
     ],
 )
 def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
@@ -136,7 +136,7 @@ def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str], arguments: tuple
 
 
 def test_check_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "check").out == "2 files checked: all is well\n"
+    assert run(capsys, "check").out == "2 files checked: no problems\n"
     Path("other_test.kv").write_text(BROKEN)
     result = run(capsys, "check", "--format", "json")
     assert result.code == 1

@@ -201,7 +201,7 @@ def test_backends_without_a_median_say_so() -> None:
 
 
 def test_no_column_holds_a_median() -> None:
-    message = "`median` of all queries cannot be kept up to date with one number per token"
+    message = "`median` over all queries cannot be updated with one number per token"
     expect_in("score median(attn)", "KV0306", message, "median(attn)", "write `median(attn over last 32 queries)`, say")
     message = "`median` reduces over slots and the last N queries only"
     expect_in("score median(v over dims)", "KV0306", message, "median(v over dims)", "write `median(v over slots)`")

@@ -48,7 +48,7 @@ def test_every_reason_has_its_advice() -> None:
 
 def test_the_line_is_no_comment_and_no_docstring() -> None:
     text = 'kv 2\n\npolicy P {\n  "weight one"\n  param budget = 8  # weight two\n  score position\n  select where seen weight 2\n}\n'
-    assert "(line 7: `select where seen weight 2`)" in sentence("cpu", "`weight` on what is attended to", text)
+    assert "(line 7: `select where seen weight 2`)" in sentence("cpu", "`weight` in `select`", text)
     assert "line" not in sentence("cpu", "a reduction over dims inside another one", text)
 
 

@@ -165,7 +165,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     once = run(capsys, "show", "two.py:one with when prefill").out
     assert once.startswith("kv 1\n\npolicy One_when_prefill {\n") and "  when prefill\n" in once
     assert run(capsys, "check", "two.py:one with when somewhen").code == 1
-    assert run(capsys, "check").out == "1 file checked: all is well\n"  # no Python file is run unasked
+    assert run(capsys, "check").out == "1 file checked: no problems\n"  # no Python file is run unasked
 
 
 def test_a_tensors_file_lies_beside_the_python_file(folder: Path) -> None:

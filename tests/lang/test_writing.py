@@ -269,7 +269,7 @@ def test_an_expression_is_never_silently_true(written: str) -> None:
     [
         ("sum(attn)", "import `sum`"),
         ("attn[-32:]", "last=32"),
-        ("attn * 'x'", "`'x'` cannot stand in an expression"),
+        ("attn * 'x'", "`'x'` cannot be part of an expression"),
         ("attn == None", "`None` cannot stand"),
         ("True * attn", "`True` cannot stand"),
         ("attn * float('inf')", "`everything` is more tokens"),
@@ -279,7 +279,7 @@ def test_an_expression_is_never_silently_true(written: str) -> None:
         ("mean(lambda j: j.k)", 'over="slots"'),
         ("mean(attn, by=3, where='x')", "cannot stand"),
         ("mean(over='slots')", "write `mean"),
-        ("p.keep(frist=4)", r"`keep` is not written so; write `p.keep\(first=x\)`"),
+        ("p.keep(frist=4)", r"`keep` has no such form; write `p.keep\(first=x\)`"),
         ("p.keep(top=4)", "not written so"),
         ("p.score()", "not written so"),
         ("p.score(attn, attn)", "not written so"),

@@ -114,16 +114,16 @@ def _text(one: Policy, given: dict[str, float]) -> Text:
 
 REFUSED = [
     (("score mean(attn) / max(mean(attn) over slots)",), 6, "reads the prompt's slots, by `max(", "over slots where position >= prompt"),
-    (("score rank(mean(attn))",), 6, "ranks tokens beside those of the prompt", "by position < prompt"),
+    (("score rank(mean(attn))",), 6, "ranks tokens together with those of the prompt", "by position < prompt"),
     (("score sum(attn > mean(attn over slots))",), 6, "`mean(attn over slots)`", "where position >= prompt"),
     (("score leverage(k, 0.1)",), 6, "compares tokens with those of the prompt", "leave it out"),
     (("score max(dot(k, j.k) over slots as j where j.position != position)",), 6, "reads the prompt's slots", "j.position >= prompt"),
     (("score sum(attn) * live",), 6, "reads `live`", "leave it out"),
     (("score sum(attn) * prompt",), 6, "reads `prompt`", "leave it out"),
     (("score sum(attn)", "keep last budget / 2"), 7, "reads `budget`", "write `budget - prompt`"),
-    (("score sum(attn)", "keep top 3 by mean(attn)"), 7, "may protect tokens of the prompt", "where(position < prompt, -1"),
-    (("score sum(attn)", "keep top 3 by where(position < prompt, 1, mean(attn))"), 7, "may protect tokens of the prompt", "never below"),
-    (("score sum(attn)", "when prefill"), 7, "lets nothing of an answer leave", "leave it out"),
+    (("score sum(attn)", "keep top 3 by mean(attn)"), 7, "may protect prompt tokens", "where(position < prompt, -1"),
+    (("score sum(attn)", "keep top 3 by where(position < prompt, 1, mean(attn))"), 7, "may protect prompt tokens", "never lower"),
+    (("score sum(attn)", "when prefill"), 7, "evicts nothing of an answer", "leave it out"),
     (("score mean(mean(attn) over heads)",), 6, "is reduced over heads", "leave it out"),
     (("positions compact", "score sum(attn)"), 6, "counts the prompt's tokens", "leave it out"),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ def test_selections_in_cpp(by: str) -> None:
         ("select top 8 by max(dot(q, k) over heads) - min(dot(q, k) over heads)", "several reductions over heads"),
         (
             "select top 8 by max(dot(q, k) over heads) - rank(dot(q, k))",
-            "a reduction over slots of what a query is compared with, beside `over heads`",
+            "a reduction over slots of a value per query head, together with `over heads`",
         ),
     ],
 )

@@ -264,13 +264,13 @@ def test_a_damaged_model_is_listed_as_one(model: NamedModel, capsys: pytest.Capt
     (row,) = (one for one in run(capsys, "models", "--json").json()["models"] if one["name"] == "tiny")
     assert row["path"] is None and row["flaw"] == "config.json has 1 of 2 bytes"
     said = run(capsys, "models", "--json", "path", "tiny")
-    assert said.code == 2 and "write --json behind path" in said.err
+    assert said.code == 2 and "write --json after path" in said.err
 
 
 @pytest.mark.parametrize("variable", ["KVDSL_DATA_DIR", "KVDSL_CACHE_DIR"])
 def test_a_home_that_is_not_known(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "~nobody_of_this_name/x")
-    with pytest.raises(KvdslError, match=rf"~nobody_of_this_name/x lies in a home folder that is not known: set {variable}"):
+    with pytest.raises(KvdslError, match=rf"~nobody_of_this_name/x is in an unknown home folder: set {variable}"):
         (data_folder if variable == "KVDSL_DATA_DIR" else cache_folder)()
 
 

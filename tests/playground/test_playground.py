@@ -59,7 +59,7 @@ def test_what_is_said_and_made_of_a_policy(page: Any) -> None:
     assert json.loads(page.check(text)) == []
     said = json.loads(page.explain(text))
     assert said["name"] == "Calm"
-    assert said["rows"]["keeps"] == ["budget = 8 tokens per KV head, once it has made room"]
+    assert said["rows"]["keeps"] == ["budget = 8 tokens per KV head, after eviction"]
     assert {"kernels_cpu.cpp", "kernels_triton.py", "kernels_torch.py"} <= json.loads(page.generate(text)).keys()
     assert json.loads(page.layout(text.replace("= 8", "=    8"))) == text
 

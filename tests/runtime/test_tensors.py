@@ -105,7 +105,7 @@ def test_what_a_config_does_not_say_the_first_keys_do(model: LlamaForCausalLM, p
     [
         (None, "there is no file"),
         ({"filtr": directions()}, "has no tensor `filter`; it has `filtr`"),
-        ({"filter": directions()[0]}, "has 2 axes, [2, 16], but the policy says [layers, heads, dims]"),
+        ({"filter": directions()[0]}, "has 2 axes, [2, 16], but the policy declares [layers, heads, dims]"),
         ({"filter": directions().long()}, "is I64"),
     ],
 )

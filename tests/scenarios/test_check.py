@@ -35,7 +35,7 @@ def test_query_heads() -> None:
 @pytest.mark.parametrize(
     ("steps", "code", "message", "at", "help"),
     [
-        (("attend 1", LIVE), "KV0602", "the test does not say its policy", '"it works"', "begin it with `use NAME`"),
+        (("attend 1", LIVE), "KV0602", "the test does not name its policy", '"it works"', "begin it with `use NAME`"),
         (("use H2O", "use RoCo", "attend 1", LIVE), "KV0602", "a test is about one policy", "use RoCo", "write two tests"),
         (("use RoCO", "attend 1", LIVE), "KV0203", "unknown policy `RoCO`", "RoCO", "did you mean `RoCo`?"),
         (
@@ -54,12 +54,12 @@ def test_query_heads() -> None:
         ),
         (("use H2O", "set budget = 3; set budget = 4", "attend 1", LIVE), "KV0603", "`budget` is set twice", "set budget = 4", None),
         (("use H2O", "set budget = nan", "attend 1", LIVE), "KV0603", "`budget` needs a number", "nan", None),
-        (("use H2O", LIVE, "attend 1"), "KV0604", "nothing has come in that this could be expected of", LIVE, None),
-        (("use H2O", "attend 1", "set budget = 3", LIVE), "KV0604", "`set` stands behind a token", "set budget = 3", None),
+        (("use H2O", LIVE, "attend 1"), "KV0604", "no token has arrived yet", LIVE, None),
+        (("use H2O", "attend 1", "set budget = 3", LIVE), "KV0604", "`set` comes after a token", "set budget = 3", None),
         (
             ("use H2O", "attend 1", "prompt { attend 1 }", LIVE),
             "KV0604",
-            "behind other tokens, one that comes alone is no prompt",
+            "after other tokens, a single token is not a prompt",
             "prompt { attend 1 }",
             "write the token alone, without `prompt { }`",
         ),
@@ -76,14 +76,14 @@ def test_query_heads() -> None:
             "KV0605",
             "expected 2 numbers, not 1",
             "0.5",
-            "with this one, 2 tokens of the prompt have come in",
+            "the prompt has 2 tokens up to this one",
         ),
         (
             ("use H2O", "prompt { 3 times attend 1 }", LIVE),
             "KV0605",
             "expected 3 numbers, not 1",
             "1",
-            "with this one, 3 tokens of the prompt have come in",
+            "the prompt has 3 tokens up to this one",
         ),
         (("use H2O", "prompt { attend 1, rest 0, 1 }", LIVE), "KV0605", "expected one number, not 2", "1, rest 0, 1", None),
         (("use H2O", "attend 1 key 1, 2", "attend 1, 1 key 3", LIVE), "KV0605", "expected 2 numbers, as before, not 1", "3", None),
@@ -129,14 +129,14 @@ def test_query_heads() -> None:
         (
             ("use SparCas", "attend 1", LIVE),
             "KV0606",
-            "`SparCas` selects what a query attends to, which `attend` does not say",
+            "`SparCas` selects what a query attends to, which `attend` does not provide",
             "attend 1",
             "write `token query 1, 0 key 0, 1`, say",
         ),
         (
             ("use H2O", "attend 1 query 1, 0", LIVE),
             "KV0606",
-            "`attend` says what the query would be for, so that the query would not be looked at",
+            "`attend` replaces the query, so the query would have no effect",
             "query 1, 0",
             "write one of them",
         ),
@@ -145,12 +145,12 @@ def test_query_heads() -> None:
             "KV0607",
             "the test expects nothing",
             '"it works"',
-            "say what holds after the last token, `expect kept 0, 2`",
+            "write what holds after the last token: `expect kept 0, 2`",
         ),
         (
             ("use H2O", "set recent = 5; set budget = 4", 'expect error "5 tokens"', "attend 1", LIVE),
             "KV0604",
-            "a policy that is refused does nothing",
+            "a refused policy does nothing",
             LIVE,
             None,
         ),
@@ -163,7 +163,7 @@ def test_mistakes(steps: tuple[str, ...], code: str, message: str, at: str, help
 def test_a_state_of_many_numbers_cannot_be_expected() -> None:
     """A history has several numbers for a token."""
     (one,) = found("use ScissorHandsWindow", "attend 1", "expect state ring_attn 0")
-    assert (one[0], str(one[3])[:24]) == ("KV0606", "what can be expected is ")
+    assert (one[0], str(one[3])[:24]) == ("KV0606", "a test can expect ")
 
 
 def test_a_policy_that_reads_queries_needs_them(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_policy_that_reads_queries_needs_them(tmp_path: Path) -> None:
     tests = tmp_path / "p_test.kv"
     tests.write_text('kv 1\nimport "p.kv"\ntest "a" {\nuse P\nattend 1\nexpect live 1\n}\n')
     (one,) = analyse(tests).diagnostics
-    assert one.message == "`P` reads `q`, which `attend` does not say"
+    assert one.message == "`P` reads `q`, which `attend` does not provide"
 
 
 def test_layers_that_share_a_budget_are_several() -> None:
@@ -261,4 +261,4 @@ def test_a_policy_that_reads_the_prompts_queries_needs_them(tmp_path: Path) -> N
     tests = tmp_path / "p_test.kv"
     tests.write_text('kv 1\nimport "p.kv"\ntest "a" {\nuse P\nprompt { attend 1 }\nexpect live 1\n}\n')
     (one,) = analyse(tests).diagnostics
-    assert one.message == "`P` reads the prompt's queries, which `attend` does not say"
+    assert one.message == "`P` reads the prompt's queries, which `attend` does not provide"

@@ -65,7 +65,7 @@ def test_a_token_brings_what_the_caller_gives(tmp_path: Path) -> None:
         (
             "attend 1",
             "`P` needs `worth` of every token, which has no default",
-            "write `worth 0.5` behind the token, say",
+            "write `worth 0.5` after the token, say",
         ),
         ("attend 1 given wort 1 given worth 1", "`P` has no input `wort`", "did you mean `worth`?"),
         ("attend 1 given worth 1, 2", "a given value is one number of the token", "where there are several KV heads"),

@@ -129,7 +129,7 @@ def test_unknown_steps() -> None:
 def test_a_step_among_the_statements_of_a_policy() -> None:
     (one,) = check('kv 1\npolicy P {\n"A."\nexpect live 1\n}\n').diagnostics
     assert one.message == "expected a statement or `}`, not `expect`"
-    assert one.help == '`expect` belongs inside of a test: `test "..." { ... }`'
+    assert one.help == '`expect` belongs inside a test: `test "..." { ... }`'
 
 
 def test_after_an_error_the_rest_is_read() -> None:
@@ -153,9 +153,9 @@ def test_a_brace_that_is_not_closed(unclosed: str) -> None:
 @pytest.mark.parametrize(
     ("step", "message", "at"),
     [
-        ("0 times attend rest 0", "a token comes in 1 to 4096 times, not 0", "0"),
-        ("1.5 times attend rest 0", "a token comes in 1 to 4096 times, not 1.5", "1.5"),
-        ("5000 times attend rest 0", "a token comes in 1 to 4096 times, not 5000", "5000"),
+        ("0 times attend rest 0", "a token can be repeated 1 to 4096 times, not 0", "0"),
+        ("1.5 times attend rest 0", "a token can be repeated 1 to 4096 times, not 1.5", "1.5"),
+        ("5000 times attend rest 0", "a token can be repeated 1 to 4096 times, not 5000", "5000"),
         ("attend rest 1, rest 2", "a row has one `rest`", "rest 2"),
     ],
 )
@@ -166,9 +166,9 @@ def test_tokens_that_cannot_be(step: str, message: str, at: str) -> None:
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ("1.5", "`1.5` is no position"),
-        ("3..1", "`3..1` has no positions in it, or too many"),
-        ("0..9999", "`0..9999` has no positions in it, or too many"),
+        ("1.5", "`1.5` is not a position"),
+        ("3..1", "`3..1` has no positions, or too many"),
+        ("0..9999", "`0..9999` has no positions, or too many"),
     ],
 )
 def test_positions_that_cannot_be(places: str, message: str) -> None:

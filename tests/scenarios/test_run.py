@@ -171,7 +171,7 @@ def test_a_refusal_at_run_time_can_be_expected() -> None:
 
 def test_what_a_refused_policy_never_came_to_is_a_failure() -> None:
     """Whether the numbers alone refuse it, or the prompt does."""
-    told = "nothing can be expected here: the policy is refused before"
+    told = "nothing can be expected here: the policy was refused earlier"
     late = (
         "use SnapKV",
         "set budget = 0.5",
@@ -224,7 +224,7 @@ def test_a_rate_of_a_prompt_that_comes_token_by_token_is_refused() -> None:
     steps = ("use TOVA", "set budget = 0.5", "attend 1", "attend 0.5, 0.5", "expect live 1")
     ((message, at),) = failures(*steps)
     assert (message, at) == (
-        "`budget` of TOVA is a ratio of the prompt, and one token has come as the prompt",
+        "`budget` of TOVA is a ratio of the prompt, but the prompt is a single token",
         "attend 0.5, 0.5",
     )
     assert not failures(*steps[:-1], 'expect error "is a ratio of the prompt"')

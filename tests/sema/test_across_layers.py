@@ -67,7 +67,7 @@ def test_what_it_does_not_go_with(budget: str, more: str, message: str, help: st
 
 def test_heads_of_one_pool_share_already() -> None:
     message = "`across layers` without `by` is one pool of all layers and heads, so `across heads` has no meaning"
-    help = "leave out `across heads`, or say what a layer's share goes by: `across layers by ...`"
+    help = "leave out `across heads`, or weigh the layers: `across layers by ...`"
     budget = "budget budget across heads across layers"
     refused("KV0412", message, budget, help, *STATEMENTS, budget)
 
@@ -75,19 +75,19 @@ def test_heads_of_one_pool_share_already() -> None:
 @pytest.mark.parametrize(
     ("by", "code", "at", "message", "help"),
     [
-        (WEIGHT, "KV0412", WEIGHT, f"a layer's share goes by one number for all its KV heads, but `{WEIGHT}` differs between them",
+        (WEIGHT, "KV0412", WEIGHT, f"the weight of a layer is one number for all its KV heads, but `{WEIGHT}` differs between them",
          f"reduce it: `sum({WEIGHT} over heads)`, say"),
-        ("live", "KV0412", "live", "a layer's share goes by one number for all its KV heads, but `live` differs between them",
+        ("live", "KV0412", "live", "the weight of a layer is one number for all its KV heads, but `live` differs between them",
          "reduce it: `sum(live over heads)`, say"),
-        ("sum(attn)", "KV0302", "sum(attn)", "a layer's share goes by one number for all its KV heads, but `sum(attn)` has one number "
+        ("sum(attn)", "KV0302", "sum(attn)", "the weight of a layer is one number for all its KV heads, but `sum(attn)` has one number "
          "per slot", "`sum(sum(sum(attn) over slots) over heads)`, say"),
-        ("sum(sum(attn) over heads)", "KV0304", "sum(sum(attn) over heads)", "for a layer's share `over heads` reduces one number of "
-         "each KV head, but `sum(attn)` has one number per slot", "reduce it before: `sum(sum(attn) over slots)`"),
-        ("max(sum(sum(attn) over heads) over slots)", "KV0304", "max(sum(sum(attn) over heads) over slots)", "for a layer's share `over "
-         "heads` reduces one number of each KV head, but `sum(attn)` has one number per slot",
-         "reduce it before: `sum(sum(attn) over slots)`"),
+        ("sum(sum(attn) over heads)", "KV0304", "sum(sum(attn) over heads)", "in the weight of a layer `over heads` needs one number per "
+         "KV head, but `sum(attn)` has one number per slot", "reduce it first: `sum(sum(attn) over slots)`"),
+        ("max(sum(sum(attn) over heads) over slots)", "KV0304", "max(sum(sum(attn) over heads) over slots)",
+         "in the weight of a layer `over heads` needs one number per KV head, but `sum(attn)` has one number per slot",
+         "reduce it first: `sum(sum(attn) over slots)`"),
         ("sum(k over heads)", "KV0304", "k", "`over heads` reduces numbers of KV heads, but `k` has one number per slot and dim",
-         "reduce it over dims before: `sum(k over dims)`"),
+         "reduce it over dims first: `sum(k over dims)`"),
         ("sum(layer over heads)", "KV0304", "layer", "`layer` is the same for all KV heads", "leave the reduction out"),
     ],
 )  # fmt: skip
@@ -98,7 +98,7 @@ def test_weights_that_make_no_sense(by: str, code: str, at: str, message: str, h
 def test_heads_are_reduced_for_a_layers_share_only() -> None:
     score = f"sum(attn) / sum({WEIGHT} over heads)"
     message = (
-        "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, for `select`, and for heads that "
+        "a score belongs to one KV head, and cannot read `over heads`, which is for `across layers by`, for `select`, and for heads that "
         "share a budget"
     )
     help = "`victims shared by heads` averages scores; `budget ... across heads` compares them"
@@ -121,8 +121,8 @@ def test_heads_that_vote_hold_the_same_tokens() -> None:
 
 def test_not_for_every_query() -> None:
     inner = "attn * max(max(norm1(v) over slots) over heads)"
-    message = "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
-    help = "reduce over slots, or leave it outside of the reduction"
+    message = "`over heads` is known once the prompt is there, so it cannot stand in a reduction over queries or dims"
+    help = "reduce over slots, or move it out of the reduction"
     budget = f"budget budget across layers by sum(sum(mean({inner}) over slots) over heads)"
     refused("KV0412", message, inner, help, *STATEMENTS, budget)
 
@@ -156,16 +156,16 @@ def test_a_score_of_heads_that_share(score: str) -> None:
 
 
 def test_what_heads_that_share_cannot_compare() -> None:
-    refused("KV0304", "heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `sum(attn)`",
-            "max(sum(attn) over heads)", "reduce it before: `sum(sum(attn) over slots)`", *COMPARED,
+    refused("KV0304", "heads that share a budget hold different tokens, so `over heads` needs one number per head, not `sum(attn)`",
+            "max(sum(attn) over heads)", "reduce it first: `sum(sum(attn) over slots)`", *COMPARED,
             "score max(sum(attn) over heads)")  # fmt: skip
-    message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
+    message = "a value per query head, as from `over text`, cannot be compared between KV heads by `over heads`"
     score = "rank(mean(dot(q, k) over text) over heads)"
     refused(
         "KV0412",
         message,
         score,
-        "a pool takes what the group has: `mean_pool(..., 1)` of it, say",
+        "reduce it over the GQA group with a pool: `mean_pool(..., 1)`, say",
         *COMPARED,
         f"score {score}",
     )

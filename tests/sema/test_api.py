@@ -55,13 +55,13 @@ def test_policies_that_are_not_there(name: str) -> None:
     [
         ("rocco", "did you mean `roco`?"),
         ("calm", "did you mean `calm.kv`?"),
-        ("nothing_like_it", "`kvdsl list` shows the shipped policies; your own is named by its file, `mine.kv`"),
+        ("nothing_like_it", "`kvdsl list` shows the shipped policies; name your own by its file, `mine.kv`"),
         ("clam.kv", "did you mean `calm.kv`?"),
         ("below/tiny.kv", "did you mean `below/tiny2.kv`?"),
         ("roco.kv", "`roco`, without `.kv`, is the shipped policy"),
         ("below/rocco.kv", "did you mean `roco`, the shipped policy?"),
         ("else/where.kv", "paths are relative to the current folder; `kvdsl list` shows the shipped policies"),
-        ('kv 1\npolicy P { "d" }', "`kvdsl.compile` takes a policy that is given as a string"),
+        ('kv 1\npolicy P { "d" }', "`kvdsl.compile` compiles a policy from a string"),
     ],
 )
 def test_what_was_perhaps_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, help: str) -> None:

@@ -182,13 +182,13 @@ def test_the_budget_can_be_read_only_where_there_is_one() -> None:
 @pytest.mark.parametrize("statement", ["trigger overflow >= 1", "slack 4", "max_drop 4", "cap hard"])
 def test_under_when_prefill_nothing_leaves_step_by_step(statement: str) -> None:
     keyword = statement.split()[0]
-    message = f"under `when prefill` nothing leaves while decoding, so `{keyword}` has no meaning"
+    message = f"under `when prefill` nothing is evicted while decoding, so `{keyword}` has no meaning"
     help = f"leave out `{keyword}` or `when prefill`"
     refused("KV0411", message, statement, help, *BUDGET, statement, "when prefill", because="when prefill")
 
 
 def test_under_when_decode_the_prompt_has_no_blocks() -> None:
-    message = "under `when decode` nothing leaves while the prompt is read, so `prefill blocks` has no meaning"
+    message = "under `when decode` nothing is evicted while the prompt is read, so `prefill blocks` has no meaning"
     statements = (*BUDGET, "when decode", "prefill blocks of 8")
     refused("KV0411", message, "prefill blocks of 8", "leave out one of them", *statements, because="when decode")
 
@@ -220,7 +220,7 @@ def test_heads_that_share_a_budget_cannot_agree_on_victims() -> None:
     ],
 )
 def test_layers_with_the_same_victims_keep_equally_many(statements: tuple[str, ...], at: str) -> None:
-    message = f"layers with the same victims keep equally many tokens, but `{at}` reads `layer`"
+    message = f"layers with the same victims keep the same number of tokens, but `{at}` reads `layer`"
     victims = "victims shared by layers"
     refused("KV0419", message, at, "write `victims shared by heads`", *statements, victims, because=victims)
     assert check(body(*statements, "victims shared by heads")).ok
@@ -239,7 +239,7 @@ def test_layers_cannot_agree_on_the_victims_of_a_block() -> None:
 @pytest.mark.parametrize("statement", [SKETCH, "pages 16"])
 def test_keys_at_compact_positions_have_no_pages_and_no_sketch(statement: str) -> None:
     keyword = statement.split()[0]
-    message = f"`{keyword}` reads keys as they are stored, which is not how compact positions rotate them"
+    message = f"`{keyword}` reads keys as stored, but compact positions rotate them differently"
     select = "select top 8 by dot(q, k over sketch)" if keyword == "sketch" else "select top 8 by age"
     help = f"leave out `{keyword}` or `positions`"
     statements = (*BUDGET, select, statement, "positions compact")
@@ -248,7 +248,7 @@ def test_keys_at_compact_positions_have_no_pages_and_no_sketch(statement: str) -
 
 @pytest.mark.parametrize("word", ["cached", "fused"])
 def test_rope_is_about_compact_positions(word: str) -> None:
-    message = "`rope` says how compact positions are computed, but the policy's are the original ones"
+    message = "`rope` says how compact positions are computed, but this policy uses original positions"
     help = "add `positions compact`, or leave out `rope`"
     refused("KV0414", message, f"rope {word}", help, *BUDGET, f"rope {word}")
     original = "positions original"
@@ -268,9 +268,9 @@ def test_what_nothing_reads() -> None:
 
 def test_what_reads_nothing() -> None:
     by = "sum(q * max(k over page) over dims)"
-    refused("KV0416", "`over page` needs to know how long a page is", by, "add `pages 16`, say", f"select top 8 by {by}")
+    refused("KV0416", "`over page` needs the length of a page", by, "add `pages 16`, say", f"select top 8 by {by}")
     help = "add `sketch top 16 dims by abs(q) every 64 queries`, say"
-    message = "`over sketch` needs to know which dims to read"
+    message = "`over sketch` needs a statement that chooses dims"
     refused("KV0417", message, "dot(q, k over sketch)", help, "select top 8 by dot(q, k over sketch)")
 
 
@@ -284,7 +284,7 @@ def test_nothing_follows_from_a_broken_statement() -> None:
 
 @pytest.mark.parametrize("statement", ["score mean(logit)", "keep where last(logit) > 0", "keep top 3 by std(logit)"])
 def test_a_policy_that_selects_reads_no_logits(statement: str) -> None:
-    message = "a query that selects has no `logit` for the tokens that it skips, so the policy cannot read it"
+    message = "a query that selects computes no `logit` for skipped tokens, so the policy cannot read it"
     others = ("param budget = 64", "select top 8 by age", *(() if statement.startswith("score") else ("score age",)))
     at = statement.split(" by ")[-1].removeprefix("score ").removeprefix("keep where ")
     help = "read `attn`, which is 0 there"
@@ -326,11 +326,11 @@ def test_sketch_ranks_dims(by: str, has: str, help: str) -> None:
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("{}", "{} is found before the query attends, so there is no `attn` yet"),
-        ("{} * sum(attn over slots)", "{} is found before the query attends, so there is no `attn` yet"),
-        ("max(logit over slots) * {}", "{} is found before the query attends, so there is no `logit` yet"),
-        ("sum({})", "{} cannot be reduced over queries: it is found for each query by itself"),
-        ("{} * count()", "{} cannot be reduced over queries: it is found for each query by itself"),
+        ("{}", "{} is computed before the query attends, so there is no `attn` yet"),
+        ("{} * sum(attn over slots)", "{} is computed before the query attends, so there is no `attn` yet"),
+        ("max(logit over slots) * {}", "{} is computed before the query attends, so there is no `logit` yet"),
+        ("sum({})", "{} cannot be reduced over queries: it is computed for each query alone"),
+        ("{} * count()", "{} cannot be reduced over queries: it is computed for each query alone"),
     ],
 )
 def test_select_and_sketch_come_before_attention(by: str, message: str) -> None:
@@ -361,7 +361,7 @@ def test_a_sketch_reads_neither_pages_nor_random_numbers(read: str) -> None:
     ],
 )
 def test_only_select_reads_the_sketch(what: str, statements: tuple[str, ...]) -> None:
-    message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
+    message = f"{what} cannot read `over sketch`: a sketch is for `select`"
     by = "sum(dot(q, k over sketch))"
     found = only(body(SKETCH, *(statement.format(by) for statement in statements)), "KV0316")
     assert (found.message, found.help) == (message, "write `over dims`")
@@ -415,7 +415,7 @@ def test_ranges_of_layers(keyword: str) -> None:
     refused(
         "KV0407", f"the range of `{keyword}` is empty: 5 is above 2", "5..2", "did you mean `2..5`?", *statements("5..2")
     )
-    help = "it can read params that do not, and `layers`"
+    help = "it can read `layers`, and params that do not depend on it"
     for varying in ("layer", "prompt", "budget"):
         if keyword == "layers" or varying != "budget":
             message = f"the range of `{keyword}` cannot depend on `{varying}`"
@@ -428,8 +428,8 @@ def test_ranges_of_layers(keyword: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "message", "at", "help"),
     [
-        ("storage blocks", "`storage blocks` says how many tokens a block has", "blocks", "for example `storage blocks 16`"),
-        ("prefill blocks", "`prefill blocks` says how many tokens a block has", "blocks", "for example `prefill blocks of 512`"),
+        ("storage blocks", "`storage blocks` needs the number of tokens in a block", "blocks", "for example `storage blocks 16`"),
+        ("prefill blocks", "`prefill blocks` needs the number of tokens in a block", "blocks", "for example `prefill blocks of 512`"),
         ("storage in_place 3", "`storage in_place` takes no number", "3", "did you mean `storage blocks 16`?"),
         ("prefill whole of 3", "`prefill whole` takes no number", "3", "did you mean `prefill blocks of 512`?"),
     ],
@@ -486,13 +486,13 @@ def test_a_scope_protects_from_eviction_only() -> None:
         (("slack 4",), "without `max_drop` a prune goes down to the budget, so `slack` has no effect", "4", "add `max_drop 8`, say"),
         (
             ("max_drop 4",),
-            "in the long run a prune drops all above the budget (1 token), as it would without `slack` and `max_drop`",
+            "in the long run a prune drops everything above the budget (1 token), as without `slack` and `max_drop`",
             "4",
             "choose `max_drop` below the `trigger`",
         ),
         (
             ("trigger overflow >= 8", "max_drop 4"),
-            "in the long run a prune drops all above the budget (8 tokens), as it would without `slack` and `max_drop`",
+            "in the long run a prune drops everything above the budget (8 tokens), as without `slack` and `max_drop`",
             "4",
             "raise the `slack`",
         ),
@@ -516,9 +516,9 @@ def test_a_scope_protects_from_eviction_only() -> None:
         ),
         (
             ("keep last 0.1",),
-            "`keep last 0.1` protects no token: 0.1 is floored to 0, and there is no default any more",
+            "`keep last 0.1` protects no token: 0.1 is floored to 0, so not even the newest one is protected",
             "keep last 0.1",
-            "a share of the budget is written `0.1 * budget`",
+            "a ratio of the budget is written `0.1 * budget`",
         ),
         (
             ("keep first budget / 128",),

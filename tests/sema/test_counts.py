@@ -49,7 +49,7 @@ def test_what_is_printed_means_the_same(lines: tuple[str, ...]) -> None:
     [
         ("keep last budget / 4", "cannot read `budget`"),
         ("param part = budget / 4", "cannot read `budget`"),
-        ("cap hard", "`cap hard` asks before a token is placed"),
+        ("cap hard", "`cap hard` needs it before a token is placed"),
         ("victims shared by layers", "layers cannot agree on the victims"),
         ("select top budget / 2 by dot(q, k)", "cannot read `budget`"),
     ],
@@ -64,7 +64,7 @@ def test_heads_cannot_share_it() -> None:
     expect(
         body("budget 0.5 * seen across heads", "score sum(attn)", "when prefill"),
         "KV0440",
-        "a budget that heads share cannot read the data",
+        "a budget that heads share cannot depend on the data",
         "budget 0.5 * seen across heads",
         "leave out `across heads`",
     )
@@ -80,7 +80,7 @@ def test_enough_takes_slots() -> None:
     expect(
         body("budget enough(k, 0.9)", "score sum(attn)"),
         "KV0304",
-        "`enough` counts slots by a number of each, but `k` has one number per slot and dim",
+        "`enough` needs one number per slot, but `k` has one number per slot and dim",
         "k",
         "reduce it over dims: `sum(k over dims)`",
     )

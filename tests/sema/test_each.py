@@ -10,11 +10,11 @@ from kvdsl.source import SourceFile
 from tests.diagnostics.expect import body, check, expect, policy
 
 SELECT = "select top 64 by dot(q, k)"
-HELP = "write `group mean`, `group max` or `group sum`: then the query heads select together, too"
+HELP = "write `group mean`, `group max` or `group sum`, so that the query heads also select together"
 
 
 def one_number(text: str) -> str:
-    return f"`group each` reduces nothing, but `{text}` is one number for the query heads of a KV head"
+    return f"`group each` reduces nothing, but `{text}` is one number per KV head"
 
 
 def test_what_it_becomes() -> None:

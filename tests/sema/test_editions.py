@@ -94,8 +94,8 @@ def test_words_of_tests(upgrade) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("keep first 8", "`keep first 8` adds to the inherited `keep first 2`, whose place it would take behind `with`"),
-        ("override keep first 8", "`override keep` drops the inherited `keep last 4`, which `with` would leave"),
+        ("keep first 8", "`keep first 8` adds to the inherited `keep first 2`, but would replace it after `with`"),
+        ("override keep first 8", "`override keep` drops the inherited `keep last 4`, which `with` would keep"),
     ],
 )
 def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str) -> None:
@@ -108,12 +108,12 @@ def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str)
         (
             'policy Mine extends H2O { "Mine."; score age }',
             "extends H2O",
-            "write `policy Mine = H2O with`: each line takes the place of what it names, also `keep` of its kind",
+            "write `policy Mine = H2O with`: each line replaces what it names, and a `keep` replaces those of its kind",
         ),
         (
             'policy Mine = H2O with { "Mine."; override score age }',
             "override ",
-            "leave it out, and write `policy A = B with`, where a line takes the place of what it names",
+            "leave it out, and write `policy A = B with`, where a line replaces what it names",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_an_argument_without_parameters_is_none() -> None:
         ("norm1(y = 3)", "`norm1` has no argument named `y`", "y", "its argument is `x`"),
         ("pyramid(64, betta = 3)", "`pyramid` has no argument named `betta`", "betta", "did you mean `beta`?"),
         ("norm1(v over slots)", "`norm1` reduces nothing `over slots`", "over slots", "leave it out"),
-        ("cosine(k over dims, v over dims)", "one argument of `cosine` says what it ranges over", "over dims", "leave it out"),
+        ("cosine(k over dims, v over dims)", "only one argument of `cosine` can have a range", "over dims", "leave it out"),
     ],
 )  # fmt: skip
 def test_calls_that_do_not_fit(call: str, message: str, at: str, help: str | None) -> None:

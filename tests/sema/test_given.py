@@ -71,7 +71,7 @@ def test_who_extends_inherits_it_and_may_give_a_default(tmp_path: Path) -> None:
         (["given x = budget", "score x"], "KV0220", "the default of a given value is a constant, but `budget` is not"),
         (["given x = age", "score x"], "KV0220", "the default of a given value is a constant, but `age` is not"),
         (["given attn", "score attn"], "KV0210", "`attn` is a built-in input and cannot be redefined"),
-        (["given model", "score model"], "KV0111", "`model` is a name that every cache class has itself"),
+        (["given model", "score model"], "KV0111", "`model` is an attribute or argument of every cache class"),
         (["given lambda", "score lambda"], "KV0111", "`lambda` is a keyword of Python, where the value becomes an argument"),
         (["given double", "score double"], "KV0111", "`double` is a keyword of C++, where the value becomes an argument"),
         (["given x", "given x", "score x"], "KV0206", "`x` is defined twice"),
@@ -92,7 +92,7 @@ def test_what_nothing_reads_is_said() -> None:
 def test_explain_says_who_gives_it() -> None:
     found = facts(checked("given x", "given y = 0.5", "score x + y").policy)
     assert rows(found)["given"] == [
-        "x: a number per token and KV head, from the caller, which has to give it",
+        "x: a number per token and KV head, from the caller, who must provide it",
         "y: a number per token and KV head, from the caller, or 0.5",
     ]
     assert as_data(found)["given"] == [{"name": "x", "default": None}, {"name": "y", "default": 0.5}]
@@ -103,7 +103,7 @@ def test_what_a_kernel_lacks_is_said() -> None:
     """A score that combines keys with what changes while they are cached is torch's, as without a given value."""
     plan = plan_of(checked("given x", "sketch top 3 dims by mean(k * x over slots) every 2 queries",
                            "select top 9 by dot(q, k over sketch)", "score age").policy)  # fmt: skip
-    assert "what the caller gives" in plan.refusals["cpu"]
+    assert "values from the caller" in plan.refusals["cpu"]
     assert plan.refusals["triton"]
 
 

@@ -12,7 +12,7 @@ from tests.diagnostics.expect import body, check, expect, policy
 
 BUDGET = "param budget = 512"
 SCORE = "score mean(attn)"
-BEYOND = "add `budget prompt + budget`: then the param counts what is kept beyond the prompt"
+BEYOND = "add `budget prompt + budget`: the param then counts the tokens kept beyond the prompt"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_help_mends_it() -> None:
 def test_a_budget_that_grows_too_slowly() -> None:
     text = body(BUDGET, "budget 0.5 * prompt + budget", SCORE, "keep where position < prompt")
     message = "`keep where position < prompt` protects 1,048,576 tokens of a long text, but 524,800 of them can stay"
-    help = "have the budget grow with the prompt, or protect fewer"
+    help = "let the budget grow with the prompt, or protect fewer"
     expect(text, "KV0424", message, "keep where position < prompt", help)
 
 
@@ -108,7 +108,7 @@ def test_it_is_explained() -> None:
     assert any("its lowest-scored tokens leave" in line for line in said)
     mixed = policy(BUDGET, SCORE, "keep first 4", "keep where mean(attn) > 0.1").model_copy(update={"ends_last": True})
     assert any(
-        "of what `keep top` and `keep where` protect the lowest-scored leave" in line
+        "the lowest-scored tokens of `keep top` and `keep where` leave" in line
         for line in rows(facts(mixed))["protects"]
     )
     ends = rows(facts(policy(BUDGET, SCORE, "keep first 4")))["protects"]

@@ -10,8 +10,8 @@ from tests.diagnostics.expect import body, check, expect_in, only
 from tests.differential.random_clauses import changed
 from tests.differential.random_texts import policy_with_score
 
-A_KEY = "a key is `page(16)`, say: the tokens' places in the text by sixteen"
-SLOTS_ONLY = "`by` gives every slot what the slots with its key have, so `{}` ranges over slots"
+A_KEY = "a key is `page(16)`, say: groups of 16 tokens in the order of the text"
+SLOTS_ONLY = "`by` gives every slot the value of the slots with its key, so `{}` ranges over slots"
 
 REFUSED = {
     # filters
@@ -42,21 +42,22 @@ REFUSED = {
     ),
     # keys
     "a key of queries": ("score sum(attn over queries by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(attn over queries by age)",
-        "`over slots` stands before `by`",
+        "write `over slots` before `by`",
     ),
     "a key of dims": ("score mean(k over dims by age)", "KV0326", SLOTS_ONLY.format("mean"), "mean(k over dims by age)",
-        "`over slots` stands before `by`",
+        "write `over slots` before `by`",
     ),
     "a key of others": ("score sum(j.age over slots as j by age)", "KV0326", SLOTS_ONLY.format("sum"), "sum(j.age over slots as j by age)",
-        "`over slots` stands before `by`",
+        "write `over slots` before `by`",
     ),
     "what a query gives, by a key": (
         "score mean(attn over slots by position % 3)", "KV0326",
-        "`by` takes what a token has whatever the query, but `attn` has one number per query and slot", "attn",
+        "`by` needs a value that does not depend on the query, but `attn` has one number per query and slot", "attn",
         "reduce it over queries: `sum(attn)`, say",
     ),
     "a rank of what a query gives": (
-        "score rank(attn by age)", "KV0326", "`by` takes what a token has whatever the query, but `attn` has one number per query and slot",
+        "score rank(attn by age)", "KV0326",
+        "`by` needs a value that does not depend on the query, but `attn` has one number per query and slot",
         "attn", "reduce it over queries: `sum(attn)`, say",
     ),
     "a key that varies with queries": (
@@ -74,21 +75,21 @@ REFUSED = {
     "a key for every query": (
         "score sum(attn * mean(age over slots by position % 3))", "KV0325",
         "slots are compared in a settle, not for every query, so `by` cannot stand in a reduction over queries",
-        "attn * mean(age over slots by position % 3)", "leave it outside of the reduction",
+        "attn * mean(age over slots by position % 3)", "move it out of the reduction",
     ),
     "a rank by a key for every query": (
         "score sum(attn * rank(age by position % 3))", "KV0325",
         "slots are compared in a settle, not for every query, so `by` cannot stand in a reduction over queries",
-        "attn * rank(age by position % 3)", "leave it outside of the reduction",
+        "attn * rank(age by position % 3)", "move it out of the reduction",
     ),
     "a key in a fold": (
         "score fold(max(prev, attn) * mean(age over slots by position % 3), 0)", "KV0325",
-        "slots are compared in a settle, so `by` cannot stand in a fold that goes on query by query",
-        "max(prev, attn) * mean(age over slots by position % 3)", "read it outside of the fold, or in one over prunes",
+        "slots are compared when a step settles, so `by` cannot stand in a fold over queries",
+        "max(prev, attn) * mean(age over slots by position % 3)", "read it outside the fold, or in a fold over prunes",
     ),
     "a key of the text": (
         "when prefill\nscore mean(age over slots by sum(dot(q, k) over text))", "KV0326",
-        "slots are grouped for a KV head, so `by` cannot read what each query head has", "age", None,
+        "slots are grouped per KV head, so `by` cannot read values per query head", "age", None,
     ),
     # the other slot
     "a name for a dim": ("score sum(k over dims as j) + age", "KV0307", "only slots have names", "j",
@@ -99,17 +100,17 @@ REFUSED = {
     ),
     "a name outside": (
         "score sum(j.age over slots as j) + j.age", "KV0325", "`j` is no slot, so `j.age` has no meaning", "j",
-        "name it: `sum(j.age over slots as j)`, say",
+        "name a slot: `sum(j.age over slots as j)`, say",
     ),
     "a name by itself": ("score sum(j over slots as j)", "KV0325", "`j` is a slot, not a value", "j", "write `j.position`, say"),
     "the other's attention": (
         "score sum(j.attn over slots as j)", "KV0325",
-        "another slot has what is the same whatever the query, but `attn` has one number per query and slot", "attn",
+        "only a value that does not depend on the query can be read of another slot, but `attn` has one number per query and slot", "attn",
         "reduce it over queries: `j.(mean(attn))`",
     ),
     "the other's number of slots": (
         "score sum(j.live over slots as j)", "KV0325",
-        "another slot has nothing of its own of `live`, which is the same for all of them: it is a single number", "live",
+        "`live` is the same for all slots, so it cannot be read of another slot: it is a single number", "live",
         "write `live`",
     ),
 }  # fmt: skip
@@ -132,7 +133,7 @@ def test_two_slots_are_compared_not_three(statement: str) -> None:
     """Both names would stand for the same slot."""
     found = check(body("param budget = 512", statement)).diagnostics
     assert [one.code for one in found] == ["KV0325"]
-    assert found[0].message.startswith("a slot is compared with `i` here, so ")
+    assert found[0].message.startswith("this compares a slot with `i`, so it cannot read ")
 
 
 def test_a_name_may_be_given_again() -> None:

@@ -76,7 +76,7 @@ def test_ranks() -> None:
     checked = score("rank(age over page) + sum(attn * rank(attn + dot(q, k)))", "pages 8")
     assert print_expression(checked) == "rank(age over page) + sum(attn * rank(attn + sum(q * k over dims)))"
     assert axes_of(checked) == {Axis.SLOT}
-    message = "`over page` needs to know how long a page is"
+    message = "`over page` needs the length of a page"
     assert only(body("param budget = 8", "score rank(age over page)"), "KV0416").message == message
 
 
@@ -94,7 +94,7 @@ def test_others() -> None:
     message = "what `select` ranks by cannot read `over others`: slots are compared in a settle, not for every query"
     assert only(body("select top 5 by dot(q, k) * max(other(age) over others)"), "KV0315").message == message
     prompt = ("param budget = 8", "when prefill", "score max(mean(dot(q, k) over text) * other(age) over others)")
-    message = "slots are compared for a KV head, so `over others` cannot read what each query head has of its own"
+    message = "slots are compared per KV head, so `over others` cannot read values per query head"
     assert only(body(*prompt), "KV0325").message == message
 
 
@@ -121,18 +121,18 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("ema(attn)", "KV0306", "`ema` needs its argument `d`", "ema(attn)", "its form is `ema(x, d)`"),
         ("ema(attn, decay = 0.9)", "KV0306", "`ema` has no argument named `decay`", "decay", "its arguments are `x` and `d`"),
         ("ema(attn, 0.9 over slots)", "KV0306", "`ema` reduces nothing `over slots`", "over slots", "leave it out"),
-        ("ema(age over slots, 0.5)", "KV0308", "a fold begins with what is known of a token when it comes, but `age` is not",
+        ("ema(age over slots, 0.5)", "KV0308", "a fold starts with a value known when the token arrives, which `age` is not",
          "ema(age over slots, 0.5)", EMA),
         ("ema(attn over last 3 queries, 0.5)", "KV0306", "`ema` reduces nothing `over last 3 queries`",
          "over last 3 queries", "leave it out"),
         ("last(attn over last 3 queries)", "KV0306", "`last` reduces nothing `over last 3 queries`", "over last 3 queries", "leave it out"),
         ("ema(sum(attn), 0.5)", "KV0305",
-         "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can",
+         "a fold runs query by query, so it cannot contain a reduction over all queries, only another fold over queries",
          "ema(sum(attn), 0.5)", EMA),
-        ("ema(age, 0.5)", "KV0308", "a fold begins with what is known of a token when it comes, but `age` is not", "ema(age, 0.5)", EMA),
-        ("ema(random(), 0.5)", "KV0308", "a fold begins with what is known of a token when it comes, but `random()` is not",
+        ("ema(age, 0.5)", "KV0308", "a fold starts with a value known when the token arrives, which `age` is not", "ema(age, 0.5)", EMA),
+        ("ema(random(), 0.5)", "KV0308", "a fold starts with a value known when the token arrives, which `random()` is not",
          "ema(random(), 0.5)", EMA),
-        ("sum(ema(attn, 0.5))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
+        ("sum(ema(attn, 0.5))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one as well",
          "ema(attn, 0.5)", "one of them is enough: `ema(attn, 0.5)`, or over the slots `sum(ema(attn, 0.5) over slots)`"),
         ("sum(attn over last live queries)", "KV0308",
          "`live` changes from step to step, so the N of `over last N queries` cannot read it", "live",
@@ -159,12 +159,12 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("max(q over page)", "KV0304", "`q` has no slots to reduce over: it is one number per query and dim", "q",
          "did you mean `max(q over dims)`?"),
         ("max(attn over page)", "KV0312",
-         "`over page` takes what a token has whatever the query, but `attn` has one number per query and slot",
+         "`over page` needs a value that does not depend on the query, but `attn` has one number per query and slot",
          "attn", "`max(sum(attn) over page)`, say"),
         ("sum(max(q * k over page) over dims)", "KV0312",
-         "`over page` takes what a token has whatever the query, but `q * k` has one number per query, slot and dim", "q * k", None),
-        ("max(random() over page)", "KV0311", "`random()` has no value where pages are read", "random()",
-         "draw it outside of the reduction"),
+         "`over page` needs a value that does not depend on the query, but `q * k` has one number per query, slot and dim", "q * k", None),
+        ("max(random() over page)", "KV0311", "`random()` cannot be reduced over pages", "random()",
+         "move it out of the reduction"),
         ("rank(attn over queries)", "KV0306", "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
          "rank(attn over queries)", "write `rank(attn)`"),
         ("rank(age over next page)", "KV0306", "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
@@ -172,7 +172,7 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("median(age over next page)", "KV0306", "`median` reduces over slots and the last N queries only",
          "median(age over next page)", "write `median(age over slots)`"),
         ("sum(attn * min(attn over next page))", "KV0312",
-         "`over page` takes what a token has whatever the query, but `attn` has one number per query and slot", "attn",
+         "`over page` needs a value that does not depend on the query, but `attn` has one number per query and slot", "attn",
          "`min(sum(attn) over page)`, say"),
         ("rank(age, 3)", "KV0306", "`rank` orders by exactly one value", "rank(age, 3)", "for example `rank(sum(attn))`"),
         ("rank(budget)", "KV0320", "`rank` orders slots by one number each, but `budget` is a single number", "budget", None),
@@ -181,93 +181,96 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("sum(rank(dot(q, q)))", "KV0320", "`rank` orders slots by one number each, but `dot(q, q)` has one number per query",
          "dot(q, q)", None),
         ("sum(rank(attn over page))", "KV0312",
-         "`over page` takes what a token has whatever the query, but `attn` has one number per query and slot",
+         "`over page` needs a value that does not depend on the query, but `attn` has one number per query and slot",
          "attn", "`rank(sum(attn) over page)`, say"),
         ("mean(rank(max_pool(age, 3)) over page)", "KV0313", "a pool cannot stand inside a reduction, as `mean(...)` is one",
          "mean(rank(max_pool(age, 3)) over page)", "pool the score as a whole"),
-        ("fold(attn)", "KV0306", "`fold` takes what `prev` becomes, and what it is at first", "fold(attn)",
+        ("fold(attn)", "KV0306", "`fold` takes two arguments: the next value, in terms of `prev`, and the first one", "fold(attn)",
          "for example `fold(max(0.9 * prev, attn), 0)`"),
-        ("fold(attn, 0)", "KV0306", "a fold goes on from `prev`, which `attn` does not read", "attn", "`last(attn)` is the newest one"),
-        ("fold(age over prunes, 0)", "KV0306", "a fold goes on from `prev`, which `age` does not read", "age", "leave the fold out"),
-        ("fold(attn + fold(prev + attn, 0), 0)", "KV0306", "a fold goes on from `prev`, which `attn + fold(prev + attn, 0)` does not read",
+        ("fold(attn, 0)", "KV0306", "a fold continues from `prev`, which `attn` does not read", "attn", "`last(attn)` is the newest one"),
+        ("fold(age over prunes, 0)", "KV0306", "a fold continues from `prev`, which `age` does not read", "age", "leave the fold out"),
+        ("fold(attn + fold(prev + attn, 0), 0)", "KV0306",
+         "a fold continues from `prev`, which `attn + fold(prev + attn, 0)` does not read",
          "attn + fold(prev + attn, 0)", "`last(attn + fold(prev + attn, 0))` is the newest one"),
-        ("fold(prev + attn over slots, 0)", "KV0307", "a fold goes on query by query, or prune by prune", "over slots",
+        ("fold(prev + attn over slots, 0)", "KV0307", "a fold ranges over queries or prunes", "over slots",
          "write `fold(prev + attn, 0)`"),
         ("fold(prev + q * k, 0)", "KV0304",
          "a fold has one number per slot and query, but `prev + q * k` has one number per query, slot and dim",
          "prev + q * k", "reduce it over dims: `sum(prev + q * k over dims)`"),
         ("fold(prev + attn over prunes, 0)", "KV0304",
          "a fold has one number per slot and prune, but `prev + attn` has one number per query and slot",
-         "prev + attn", "reduce its part over queries"),
+         "prev + attn", "reduce the part that varies over queries"),
         ("fold(prev + sum(attn), 0)", "KV0305",
-         "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can",
+         "a fold runs query by query, so it cannot contain a reduction over all queries, only another fold over queries",
          "prev + sum(attn)", None),
         ("fold(prev + fold(prev + age over prunes, 0), 0)", "KV0305", "a fold over prunes cannot stand in another fold",
          "prev + fold(prev + age over prunes, 0)", None),
-        ("sum(attn * fold(prev + attn, 0))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
-         "attn * fold(prev + attn, 0)", "what all queries gave stands outside of a reduction over them"),
+        ("sum(attn * fold(prev + attn, 0))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one as well",
+         "attn * fold(prev + attn, 0)", "move the inner reduction out of the outer one"),
         ("fold(sum(attn * prev) over prunes, 0)", "KV0305",
-         "`prev` of a fold over prunes is none of a query's, and cannot stand in a reduction over queries", "sum(attn * prev)",
+         "`prev` of a fold over prunes belongs to no query, and cannot stand in a reduction over queries", "sum(attn * prev)",
          "read `prev` outside of the reduction"),
         ("fold(prev + max_pool(age, 3) over prunes, 0)", "KV0313", "a pool cannot stand inside a fold",
          "fold(prev + max_pool(age, 3) over prunes, 0)", "pool the score as a whole"),
-        ("fold(prev + attn, live)", "KV0308", "a fold begins with what is known of a token when it comes, but `live` is not", "live",
-         "a number, `position`, what its key and value say, or what the first query gives"),
+        ("fold(prev + attn, live)", "KV0308", "a fold starts with a value known when the token arrives, which `live` is not", "live",
+         "start with a number, `position`, a value of its key or value, or of the first query"),
         ("mean(attn over text)", "KV0324", "`over text` ranges over queries that never saw the slot, so it cannot read `attn`", "attn",
          "`logit` is `dot(q, k) * scaling`"),
         ("max(random() * dot(q, k) over text)", "KV0324",
          "`over text` ranges over queries that never saw the slot, so it cannot read `random()`", "random() * dot(q, k)", None),
-        ("mean(dot(q, k) over text)", "KV0324", "the prompt's queries are there until it has settled, so `over text` needs `when prefill`",
+        ("mean(dot(q, k) over text)", "KV0324", "the prompt's queries are dropped once it has settled, so `over text` needs `when prefill`",
          "mean(dot(q, k) over text)", "add `when prefill`"),
-        ("max(k over dims after 3)", "KV0307", "only `over text` leaves out the first queries, not `over dims`", "over dims after 3",
+        ("max(k over dims after 3)", "KV0307", "only `over text` takes `after N`, not `over dims`", "over dims after 3",
          "write `over dims`"),
-        ("norm2(turn(v, 3))", "KV0323", "`turn` rotates a vector over the dims of a key, but `v` is none", "v",
+        ("norm2(turn(v, 3))", "KV0323", "`turn` rotates a vector over the dims of a key, but `v` is not one", "v",
          "for example `turn(k, ...)`"),
-        ("norm2(pairs(age))", "KV0323", "`pairs` rotates a vector over the dims of a key, but `age` is none", "age",
+        ("norm2(pairs(age))", "KV0323", "`pairs` rotates a vector over the dims of a key, but `age` is not one", "age",
          "for example `pairs(k)`"),
-        ("norm2(turn(k, v))", "KV0323", "all dims turn by the same number of places, but `v` has one number per slot and dim", "v", None),
+        ("norm2(turn(k, v))", "KV0323",
+         "`turn` rotates all dims by the same number of positions, but `v` has one number per slot and dim", "v", None),
         ("norm2(turn(k))", "KV0306", "`turn` takes 2 arguments, but 1 is given", "turn(k)", "for example `turn(k, -position)`"),
         ("norm2(ahead(k, 0))", "KV0410", "how far `ahead` looks lies between 1 and 65536, but `0` is 0", "0", None),
         ("leverage(age, 1)", "KV0304", "`leverage` takes a vector of each slot, but `age` has one number per slot", "age",
          "for example `leverage(k, 0.01)`"),
-        ("sum(age over others)", "KV0325", "`over others` compares a slot with each of the others, but `age` reads none", "age",
-         "`other(age)` is what the other one has"),
-        ("sum(live over others)", "KV0325", "`over others` compares a slot with each of the others, but `live` reads none", "live",
+        ("sum(age over others)", "KV0325", "`over others` compares a slot with each other slot, but `age` reads no other slot", "age",
+         "`other(age)` is the value of the other slot"),
+        ("sum(live over others)", "KV0325", "`over others` compares a slot with each other slot, but `live` reads no other slot", "live",
          "leave the reduction out"),
         ("sum(other(attn) over others)", "KV0325",
-         "another slot has what is the same whatever the query, but `attn` has one number per query and slot", "attn",
+         "only a value that does not depend on the query can be read of another slot, but `attn` has one number per query and slot", "attn",
          "reduce it over queries: `other(mean(attn))`"),
         ("sum(attn * other(age) over others)", "KV0325",
-         "slots are compared by what they have whatever the query, but `attn * other(age)` has one number per query, slot and other slot",
-         "attn * other(age)", "reduce its part over queries"),
+         "slots are compared by values that do not depend on the query, but `attn * other(age)` "
+         "has one number per query, slot and other slot",
+         "attn * other(age)", "reduce the part that varies over queries"),
         ("other(age) + 1", "KV0301", "a score has one number per slot, but `other(age) + 1` has one number per other slot",
          "other(age) + 1", "reduce it over others: `sum(other(age) + 1 over others)`"),
         ("sum(dot(k, other(k)) over slots)", "KV0325",
-         "`sum` cannot take what is compared: only a reduction `over others` reads `other(...)`", "sum(dot(k, other(k)) over slots)",
-         "reduce it before: `sum(dot(k, other(k)) over others)`"),
+         "`sum` cannot read another slot: only a reduction `over others` reads `other(...)`", "sum(dot(k, other(k)) over slots)",
+         "reduce it first: `sum(dot(k, other(k)) over others)`"),
         ("max(other(age) over heads)", "KV0325",
-         "`max` cannot take what is compared: only a reduction `over others` reads `other(...)`", "max(other(age) over heads)",
-         "reduce it before: `sum(other(age) over others)`"),
-        ("rank(other(age))", "KV0325", "`rank` cannot take what is compared: only a reduction `over others` reads `other(...)`",
-         "rank(other(age))", "reduce it before: `sum(other(age) over others)`"),
+         "`max` cannot read another slot: only a reduction `over others` reads `other(...)`", "max(other(age) over heads)",
+         "reduce it first: `sum(other(age) over others)`"),
+        ("rank(other(age))", "KV0325", "`rank` cannot read another slot: only a reduction `over others` reads `other(...)`",
+         "rank(other(age))", "reduce it first: `sum(other(age) over others)`"),
         ("norm2(max(turn(other(k), 3) over others))", "KV0325",
-         "`turn` cannot take what is compared: only a reduction `over others` reads `other(...)`", "turn(other(k), 3)",
-         "reduce it before: `sum(other(k) over others)`"),
+         "`turn` cannot read another slot: only a reduction `over others` reads `other(...)`", "turn(other(k), 3)",
+         "reduce it first: `sum(other(k) over others)`"),
         ("sum(attn * max(other(age) over others))", "KV0325",
          "slots are compared in a settle, not for every query, so `over others` cannot stand in a reduction over queries",
-         "attn * max(other(age) over others)", "leave it outside of the reduction"),
+         "attn * max(other(age) over others)", "move it out of the reduction"),
         ("fold(prev + attn * max(other(age) over others), 0)", "KV0325",
-         "slots are compared in a settle, so `over others` cannot stand in a fold that goes on query by query",
-         "prev + attn * max(other(age) over others)", "read it outside of the fold, or in one over prunes"),
+         "slots are compared when a step settles, so `over others` cannot stand in a fold over queries",
+         "prev + attn * max(other(age) over others)", "read it outside the fold, or in a fold over prunes"),
         ("sum(other(live) over others)", "KV0325",
-         "another slot has nothing of its own of `live`, which is the same for all of them: it is a single number", "live", "write `live`"),
+         "`live` is the same for all slots, so it cannot be read of another slot: it is a single number", "live", "write `live`"),
         ("max(other(max_pool(age, 3)) over others)", "KV0313", "a pool cannot stand inside a reduction, as `max(...)` is one",
          "max(other(max_pool(age, 3)) over others)", "pool the score as a whole"),
         ("other(age, 3)", "KV0306", "`other` takes 1 argument, but 2 are given", "other(age, 3)", "write `other(age)`"),
         ("median(other(age) over others)", "KV0306", "`median` reduces over slots and the last N queries only",
          "median(other(age) over others)", "leave the reduction out"),
         ("prev + 1", "KV0201", "unknown name `prev`", "prev",
-         "`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`"),
+         "`prev` is the previous value of a fold, inside its first argument: `fold(max(0.9 * prev, attn), 0)`"),
         ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(age)`, the place in the order of x"),
         ("median(age over page)", "KV0306", "`median` reduces over slots and the last N queries only", "median(age over page)",
          "write `median(age over slots)`"),
@@ -279,14 +282,9 @@ def test_refused(text: str, code: str, message: str, at: str, help: str | None) 
 
 def test_the_prompts_queries_are_for_scores() -> None:
     found = only(body("param budget = 8", "when prefill", "score age", "keep top 2 by max(dot(q, k) over text)"), "KV0324")
-    assert (
-        found.message == "what `keep top` ranks by cannot read `over text`: the prompt's queries are there when it is scored"
-    )
+    assert found.message == "what `keep top` ranks by cannot read `over text`: only a score can read the prompt's queries"
     found = only(body("param budget = 8", "when prefill", "score max(dot(q, k) over text)", "prefill blocks of 4"), "KV0324")
-    assert (
-        found.message
-        == "a prompt in blocks settles before all of its queries are there, so the score cannot read `over text`"
-    )
+    assert found.message == "a prompt in blocks settles before all its queries exist, so the score cannot read `over text`"
     expr = score("dot(mean(turn(q, -query_position) over text after 2), ahead(k, 9, 2))", "when prefill")
     assert axes_of(expr) == {Axis.SLOT}
     assert print_expression(expr) == "sum(mean(turn(q, -query_position) over text after 2) * ahead(k, 9, 2) over dims)"
@@ -307,15 +305,15 @@ def test_the_prompts_queries_are_for_scores() -> None:
     ],
 )
 def test_no_column_holds_a_vector(text: str, at: str, axes: str, help: str) -> None:
-    message = f"of every token a number can be remembered, but no vector: `{at}` has one number per {axes}"
+    message = f"a token can remember a number, not a vector, but `{at}` has one number per {axes}"
     for statement in ("score {}", "score age\nkeep top 3 by {}", "score age\nkeep where {} > 0", "let x = {}\nscore x + 1"):
-        expect_in(statement.format(text), "KV0317", message, at, f"reduce it over dims before: `{help}`")
+        expect_in(statement.format(text), "KV0317", message, at, f"reduce it over dims first: `{help}`")
 
 
 @pytest.mark.parametrize("statement", ["keep top 3 by max_pool(age, 3)", "keep where mean_pool(age, 3) > 2"])
 def test_only_a_score_pools(statement: str) -> None:
     found = only(body("param budget = 8", "score age", statement), "KV0313")
-    assert "cannot pool: the pool leaves out what is protected, which is known for a score only" in found.message
+    assert "cannot pool: pools skip protected tokens, which are known only for a score" in found.message
     assert only(body("select top 8 by max_pool(age, 3)"), "KV0313")
 
 
@@ -328,4 +326,4 @@ def test_numbers_inside_of_lets_are_checked_where_they_stand() -> None:
 
 def test_a_fold_leaves_out_no_first_queries() -> None:
     found = only(body("param budget = 64", "score fold(max(0.9 * prev, attn) over queries after nonsense, 0)"), "KV0307")
-    assert found.message == "a fold goes on query by query, or prune by prune"
+    assert found.message == "a fold ranges over queries or prunes"

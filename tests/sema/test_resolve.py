@@ -327,17 +327,17 @@ def test_a_shipped_policy_imported_as_a_file_is_warned_of(tmp_path: Path) -> Non
         '"h2o.kv"',
         "write `import h2o`",
     )
-    assert found.message == f"there is no file `{tmp_path / 'h2o.kv'}`: the shipped policy of that name is taken"
+    assert found.message == f"there is no file `{tmp_path / 'h2o.kv'}`, so the shipped policy of that name is imported"
     assert [param.name for param in analysis.policy.params] == ["budget", "recent"]
     (found,) = analyse(SourceFile("-", old)).diagnostics
-    assert found.message == "there is no file `h2o.kv`: the shipped policy of that name is taken"
+    assert found.message == "there is no file `h2o.kv`, so the shipped policy of that name is imported"
 
 
 def test_a_file_with_the_name_of_a_shipped_policy_is_warned_of(tmp_path: Path) -> None:
     analysis = analyse(write(tmp_path, main=extending(module='"h2o.kv"'), h2o=OWN))
     (found,) = analysis.diagnostics
     assert found.message == "`h2o.kv` is the file beside this one, not the shipped policy of that name"
-    assert found.help == 'write `import "./h2o.kv"` to say so, or `import h2o` for the shipped policy'
+    assert found.help == 'write `import "./h2o.kv"` to make that clear, or `import h2o` for the shipped policy'
     assert [param.name for param in analysis.policy.params] == ["budget"]
 
 
@@ -371,8 +371,8 @@ def test_a_missing_file_with_a_shipped_name_says_how_to_import_the_shipped_polic
     ("parent", "help"),
     [
         ("Window", "write `import window` above"),
-        ("Windw", "did you mean `Window`, which `import window` makes known?"),
-        ("Mine", 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'),
+        ("Windw", "did you mean `Window`, from `import window`?"),
+        ("Mine", 'import the file that defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'),
     ],
 )
 def test_extending_what_is_not_imported_says_what_to_import(parent: str, help: str) -> None:

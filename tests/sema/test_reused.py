@@ -38,7 +38,7 @@ def test_whose_choice_a_layer_takes_over(layers: str, choosers: list[int]) -> No
 
 
 def test_not_where_layers_evict() -> None:
-    message = "a layer that takes over a choice holds the tokens of the one that made it, but each evicts by itself"
+    message = "a layer that reuses a choice must hold the same tokens as the layer that selects, but each evicts by itself"
     name = check(body("param budget = 64", "score sum(attn)", f"{SELECT} 2 reused above")).diagnostics
     assert [(one.code, one.message, one.help) for one in name] == [
         ("KV0441", message, "leave out the budget, or `from layers`")
@@ -46,7 +46,7 @@ def test_not_where_layers_evict() -> None:
 
 
 def test_a_layer_is_the_same_for_all_rows_and_layers() -> None:
-    help = "it can read params that do not, and `layers`"
+    help = "it can read `layers`, and params that do not depend on it"
     refused(
         "KV0308", "a layer that chooses cannot depend on `prompt`", "prompt / 9", help, f"{SELECT} prompt / 9 reused above"
     )
@@ -58,9 +58,7 @@ def test_a_layer_is_the_same_for_all_rows_and_layers() -> None:
 def test_query_heads_are_numbered_in_what_selects() -> None:
     assert policy("select top 64 by max(rank(dot(q, k)) * 128 - query_head over heads)").heads_vote
     assert policy("select top 3 + sum(rank(dot(q, k)) < query_head over slots) by dot(q, k)").select
-    message = (
-        "a score cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
-    )
+    message = "a score cannot read `query_head`, which is for `select`: the query heads of a group share its tokens"
     refused("KV0308", message, "sum(attn * query_head)", None, "param budget = 64", "score sum(attn * query_head)")
 
 

@@ -69,8 +69,8 @@ def test_what_is_wrong(lines: list[str], code: str, message: str) -> None:
 def test_explanations_say_who_tells_it() -> None:
     policy = checked("input tool from spans", "score turn", "keep where tool").policy
     assert rows(facts(policy))["given"] == [
-        "tool: whether a token lies in this span, as the caller marks it",
-        "turn: the turn of the chat in which the token came, from 0, as the cache counts it",
+        "tool: whether a token lies in this span, which the caller marks",
+        "turn: the turn of the chat in which the token came, from 0, counted by the cache",
     ]
 
 

@@ -46,10 +46,10 @@ def test_vectors_of_query_heads(tmp_path: Path) -> None:
     policy = checked(tmp_path, GROUP, "score dot(g, k) + mean(dot(g * q, k))").policy
     assert analyse(SourceFile("p.kv", print_policy(policy), tmp_path / "p.kv")).policy == policy
     (found,) = errors(tmp_path, 'tensor g [heads, group] from "f.safetensors"', "score age")
-    assert found.message == "`group` are the query heads of a KV head, of which a tensor has vectors"
+    assert found.message == "a tensor with the axis `group`, the query heads of a KV head, also needs `heads` and `dims`"
     for lines in (("score age", "keep top 2 by dot(g, k)"), ("score age", "keep where dot(g, k) > 1")):
         (found,) = errors(tmp_path, GROUP, *lines)
-        assert found.message.endswith("belongs to a KV head, and cannot read a tensor that each query head has of its own")
+        assert found.message.endswith("belongs to a KV head, and cannot read a tensor with one value per query head")
     (found,) = errors(tmp_path, GROUP, "score fold(prev + dot(g, k) over prunes, 0)")
     assert found.code == "KV0308"
 
@@ -86,7 +86,7 @@ def test_a_link_does_not_lead_out_either(tmp_path: Path) -> None:
     (inside / "up").symlink_to(tmp_path)
     (found,) = errors(inside, FILTER, SCORE)
     assert found.code == "KV0219"
-    assert "leads out of the folder" in found.message
+    assert "is outside the folder" in found.message
     (found,) = errors(inside, FILTER.replace('"f', '"up/f'), SCORE)
     assert found.code == "KV0219"
 
@@ -95,7 +95,7 @@ def test_a_text_has_no_folder() -> None:
     (found,) = analyse(SourceFile("<p>", HEAD + f"  {FILTER}\n  {SCORE}\n}}\n")).diagnostics
     assert (found.code, found.message) == (
         "KV0219",
-        "this policy lies in no file, so that there is no folder to find the tensor's file in",
+        "this policy is not in a file, so a tensor's path has no folder to start from",
     )
 
 
@@ -107,15 +107,15 @@ def test_a_text_has_no_folder() -> None:
         (('tensor filter [] from "f.safetensors"', SCORE), "KV0101", "expected a name"),
         (('tensor m [layers, rank] from "f.safetensors"', "score position"), "KV0218", "but this tensor has no `dims`"),
         ((MATRIX, "score m"), "KV0321", "`m` is a matrix, which projects vectors"),
-        ((MATRIX, "score dot(project(q, m), k)"), "KV0321", "`project(q, m) * k` puts dims that `m` projects to beside others"),
-        ((MATRIX, "score norm2(project(v, m))"), "KV0321", "a vector over the dims of a key, but `v` is none"),
-        ((MATRIX, "score norm2(project(age, m))"), "KV0321", "a vector over the dims of a key, but `age` is none"),
-        ((MATRIX, "score norm2(project(project(k, m), m))"), "KV0321", "but `project(k, m)` is none"),
+        ((MATRIX, "score dot(project(q, m), k)"), "KV0321", "`project(q, m) * k` mixes the dims of the projection `m` with others"),
+        ((MATRIX, "score norm2(project(v, m))"), "KV0321", "a vector over the dims of a key, but `v` is not one"),
+        ((MATRIX, "score norm2(project(age, m))"), "KV0321", "a vector over the dims of a key, but `age` is not one"),
+        ((MATRIX, "score norm2(project(project(k, m), m))"), "KV0321", "but `project(k, m)` is not one"),
         ((MATRIX, "score norm2(project(k, k))"), "KV0321", "a tensor with the axes `dims` and `rank`, which `k` is not"),
         ((FILTER, "score norm2(project(k, filter))"), "KV0321", "a tensor with the axes `dims` and `rank`, which `filter` is not"),
         ((MATRIX, "score norm2(project(k))"), "KV0306", "`project` takes 2 arguments, but 1 is given"),
         ((MATRIX, "score age", "select top 8 by dot(q, k over sketch)", "sketch top 3 dims by project(q, m) every 2 queries"),
-         "KV0321", "dims that `m` projects to, which are not those of a key"),
+         "KV0321", "the dims of the projection `m`, not those of a key"),
         ((FILTER, "score filtr"), "KV0201", "unknown name `filtr`"),
         ((FILTER, "score filter"), "KV0301", "one number per dim"),
         ((FILTER, "score filter(k)"), "KV0309", "`filter` is not a function"),
@@ -130,10 +130,10 @@ def test_a_text_has_no_folder() -> None:
         ((W, "score position", "layers w.."), "KV0308", "one number for all KV heads"),
         ((W, "param n = 4 * w", "score position", "layers n.."), "KV0308", "the range of `layers` cannot depend on `w`"),
         ((W, f"{BY_HEAD} across heads", "score position", "when prefill"), "KV0412", "heads that share a budget have equal shares"),
-        ((W, BY_HEAD, "score position", "victims shared by heads"), "KV0419", "heads with the same victims keep equally many tokens"),
+        ((W, BY_HEAD, "score position", "victims shared by heads"), "KV0419", "heads with the same victims keep the same number of tokens"),
         ((W, "score position", "keep first 4 * w", "victims shared by heads"), "KV0419", "but `4 * w` reads `w`, which differs"),
         (('tensor w [layers] from "f.safetensors"', BY_HEAD, "score position", "victims shared by layers"), "KV0419",
-         "layers with the same victims keep equally many tokens, but `where(w > 0.5, 384, prompt)` reads `w`"),
+         "layers with the same victims keep the same number of tokens, but `where(w > 0.5, 384, prompt)` reads `w`"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_tensor(tmp_path: Path, lines: tuple[str, ...], code: str, text: str) -> None:

@@ -43,13 +43,13 @@ def test_what_is_printed_means_the_same(lines: tuple[str, ...]) -> None:
     [
         (("select where norm2(k)",), "KV0303", "needs a condition"),
         (("select where dot(q, k) > 0",), "KV0442", "select together"),
-        (("pages 4", "select where norm2(k) > 1"), "KV0308", "of a token"),
+        (("pages 4", "select where norm2(k) > 1"), "KV0308", "single tokens"),
         (("select where sum(norm2(k) over heads) > 1",), "KV0412", "cannot read `over heads`"),
         (("select where attn > 0",), "KV0315", "no `attn` yet"),
         (("select top 4 by dot(q, k) weight sum(norm2(k) over heads)",), "KV0412", "cannot read `over heads`"),
         (("select top 4 by dot(q, k) weight mean(attn)",), "KV0315", "cannot be reduced over queries"),
         (("select top 4 by dot(q, k) weight k",), "KV0314", "one number per slot"),
-        (("select top 4 by dot(q, k) weight age in layers 1 reused above",), "KV0441", "of the layer that chose"),
+        (("select top 4 by dot(q, k) weight age in layers 1 reused above",), "KV0441", "belongs to the layer that selects"),
     ],
 )
 def test_what_is_refused(lines: tuple[str, ...], code: str, says: str) -> None:

@@ -102,10 +102,10 @@ def test_a_budget_cannot_read_itself() -> None:
         assert only(body(*statements, "score age"), "KV0409")
     assert only(body("param budget = budget", "score age"), "KV0409")
     found = only(body("param budget = 8", "let half = budget / 2", "budget half + 1", "score age"), "KV0409")
-    assert found.help == "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
+    assert found.help == "only in this line `budget` means the param: inline the `let` or param that reads `budget`"
     assert policy("param budget = 8", "budget budget / 2 + 1", "score age").budget is not None
     found = only(body("let half = budget / 2", "budget half + 1", "score age"), "KV0409")
-    assert found.help == "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+    assert found.help == "add `param budget = 512` and read that: only in this line `budget` means the param"
 
 
 def test_a_budget_by_layer_that_is_too_small_in_some() -> None:
@@ -248,7 +248,7 @@ def test_a_ratio_is_the_budget_as_a_rate() -> None:
 @pytest.mark.parametrize("value", ["0", "-1", "2", "1.5"])
 def test_a_ratio_that_is_none(value: str) -> None:
     found = only(WINDOW, "KV0216", ratio=value)
-    assert (found.message, found.span.text) == (f"`ratio` is {value}, and no ratio of the prompt", value)
+    assert (found.message, found.span.text) == (f"`ratio` is {value}, which is not a ratio of the prompt", value)
     assert found.help is not None and "above 0 and up to 1" in found.help
 
 

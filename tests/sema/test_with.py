@@ -110,7 +110,7 @@ def test_no_docstring_is_missed_where_the_line_says_it() -> None:
 @pytest.mark.parametrize("clauses", ["override when prefill", "{ override when prefill }"])
 def test_there_is_nothing_to_override(clauses: str) -> None:
     found = only(shipped(clauses), "KV0209" if "{" in clauses else "KV0104")
-    assert found.help == "leave out `override`: what stands behind `with` takes the place of what it names"
+    assert found.help == "leave out `override`: a clause after `with` replaces what it names"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_there_is_nothing_to_override(clauses: str) -> None:
             "KV0101",
             "expected `policy`, `let`, `import` or `test`, not `keep`",
             "keep",
-            "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
+            "after `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
         ),
         (
             "kv 1\nimport h2o\npolicy Mine = h2o with when prefill\n",
@@ -225,5 +225,5 @@ def test_a_header_over_two_lines_ends_with_its_brace() -> None:
         "KV0101",
         "expected `{`, not `when`",
         "when",
-        "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
+        "after `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
     )

@@ -39,13 +39,13 @@ ONE_LINE = "write `;` between statements, or begin a new line"
             "score age +\n mean(attn)",
             "expected an expression after `+`",
             "\n",
-            "to go on in a new line, put the expression in parentheses",
+            "to continue on a new line, put the expression in parentheses",
         ),
         (
             "keep where age > 3 and\n age < 9",
             "expected an expression after `and`",
             "\n",
-            "to go on in a new line, put the expression in parentheses",
+            "to continue on a new line, put the expression in parentheses",
         ),
         (
             "trigger over >= 3",
@@ -64,7 +64,7 @@ ONE_LINE = "write `;` between statements, or begin a new line"
         ("override", "expected a statement after `override`", "\n", None),
         (
             "score mean(attn) over slots",
-            "`over` stands inside of the parentheses",
+            "`over` belongs inside the parentheses",
             "mean(attn) over slots",
             "write `mean(attn over slots)`",
         ),
@@ -72,11 +72,11 @@ ONE_LINE = "write `;` between statements, or begin a new line"
             "score norm1 v",
             "expected a new line or `;` before `v`",
             "v",
-            "arguments stand in parentheses: `norm1(v)`",
+            "arguments need parentheses: `norm1(v)`",
         ),
         (
             "keep first 4, last 3",
-            "each `keep` is a statement of its own",
+            "each `keep` is a separate statement",
             "keep first 4, last 3",
             "write `keep first 4; keep last 3`",
         ),
@@ -84,7 +84,7 @@ ONE_LINE = "write `;` between statements, or begin a new line"
             "score age\n + 3",
             "expected a statement or `}`, not `+`",
             "+",
-            "to go on in a new line, put the expression in parentheses",
+            "to continue on a new line, put the expression in parentheses",
         ),
         ("keep", "expected `first`, `last`, `top` or `where` after `keep`", "keep", "for example `keep last 16`"),
         ("'text'", "a string is not a statement", "'text'", "the docstring is one string, before the first statement"),
@@ -96,7 +96,9 @@ def test_syntax_errors(statement: str, message: str, at: str, help: str | None) 
 
 def test_unknown_statements() -> None:
     expect_in("scor age", "KV0104", "unknown statement `scor`", "scor", "did you mean `score`?")
-    expect_in("evict", "KV0104", "unknown statement `evict`", "evict", "`score` says what leaves: the lowest first")
+    expect_in(
+        "evict", "KV0104", "unknown statement `evict`", "evict", "`score` ranks the tokens: the lowest is evicted first"
+    )
     expect_in("override kep last 3", "KV0104", "unknown statement `kep`", "kep", "did you mean `keep`?")
 
 
@@ -192,7 +194,7 @@ def test_escapes() -> None:
 
 def test_control_characters_in_strings() -> None:
     found = only('kv 1\npolicy P { "a\x07b" }', "KV0105")
-    assert found.message == "a string cannot have the character `\\x07` as it is"
+    assert found.message == "a string cannot contain the character `\\x07` directly"
     assert found.help == "write `\\u{7}`"
 
 

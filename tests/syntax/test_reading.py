@@ -81,9 +81,9 @@ def test_editions() -> None:
     assert (missing.severity, missing.help) == ("warning", "write `kv 2` on the first line")
     assert check(FULL.replace("kv 1", "kv 2")).policy == check(FULL).policy
     expect(
-        FULL.replace("kv 1", "kv 3"), "KV0110", "unknown edition `3`", "kv 3", "the newest that this kvdsl knows is `kv 2`"
+        FULL.replace("kv 1", "kv 3"), "KV0110", "unknown edition `3`", "kv 3", "the newest edition of this kvdsl is `kv 2`"
     )
-    assert only(FULL.removeprefix("kv 1\n") + "kv 1\n", "KV0110").message == "the edition does not stand first"
+    assert only(FULL.removeprefix("kv 1\n") + "kv 1\n", "KV0110").message == "the edition must come first"
     assert only("kv 1\n" + FULL, "KV0110").message == "the edition is given twice"
 
 

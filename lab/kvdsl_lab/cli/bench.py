@@ -57,7 +57,7 @@ def on_one_layer(
             show_default=True,
             help="Of keys and values.",
         )
-        @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+        @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="The backend of the policy.")
         @click.option(
             "--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own]."
         )
