@@ -246,11 +246,20 @@ class Compiled:
         text = _text(policy)
         source = SourceFile(f"{policy.stem}.kv", text, BESIDE.with_stem(policy.stem))
         again = analyse(source).policy
-        assert fold(again) == policy, "it is read back as another policy"
+        assert _one_spelling(again) == _one_spelling(policy), "it is read back as another policy"
         newest = upgraded(source, Sink())  # which compares what both editions mean
         assert newest is None or analyse(replace(source, text=newest)).ok, "it has another meaning in the newest edition"
         claimed = tuple(one["name"] for one in facts(again).backends if one["ok"])
-        return Compiled(policy, package(again, text), claimed, random_trace(policy, name))
+        return Compiled(fold(again), package(again, text), claimed, random_trace(policy, name))
+
+
+def _one_spelling(policy: Any) -> Any:
+    """The policy in normal form, with the values of tokens in the order of their names: `sqrt(var(x))` is read as `std(x)`."""
+    from kvdsl.passes.fold import fold
+    from kvdsl.passes.normal import normal
+
+    found = normal(fold(policy))
+    return found.model_copy(update={"given": tuple(sorted(found.given, key=lambda given: given.name))})
 
 
 Run = Callable[..., Any]
