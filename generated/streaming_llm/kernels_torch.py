@@ -1,8 +1,8 @@
-"""StreamingLLM in torch: what is remembered of every query, and who leaves.
+"""StreamingLLM in torch: statistics, eviction.
 
 Made by kvdsl 0.1.0 from streaming_llm.kv (0d35b9aad75b). Do not edit: `kvdsl compile` rewrites it.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
+Values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvdsl.runtime.torch.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
-    """What may not leave."""
+    """Mark the protected slots."""
     keep.first(numbers["sinks"])
     keep.last(1)
 
 
 def score(slots: View) -> Tensor | float:
-    """Evicts the lowest first: position."""
+    """Score slots, the lowest is evicted first: position."""
     return slots.position

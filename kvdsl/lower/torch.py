@@ -65,11 +65,10 @@ def torch_plan(step: Step) -> TorchPlan:
         "weight": [] if select is None or select.weight is None else _returned(row.body(select.weight)),
         "sketch": [] if step.sketch is None else _returned(TensorPrinter("row", dims=True).body(step.sketch)),
     }
-    attended = "what is attended to"
-    evicted = f"what is remembered of every query, {f'who leaves, and {attended}' if select else 'and who leaves'}"
+    evicted = f"statistics, eviction{' and selection' if select else ''}"
     return TorchPlan(
-        summary=evicted if evict or not select else attended,
-        protected="What may not leave." if evict else "What is always attended to.",
+        summary=evicted if evict or not select else "selection",
+        protected="Mark the protected slots." if evict else "Mark the slots that are always selected.",
         uses_torch=TORCH in uses_of(*(line for lines in bodies.values() for line in lines)),
         vectors=VECTORS in uses_of(*bodies["observe"], *bodies["fold"]),
         protects=evict is not None or select is not None,

@@ -326,7 +326,7 @@ def test_a_forward_that_fails_is_a_reason() -> None:
             raise RuntimeError("out of order")
 
     broken.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(KvdslError, match="looking at its keys failed with RuntimeError: out of order"):
+    with pytest.raises(KvdslError, match="reading its keys failed with RuntimeError: out of order"):
         ropes(broken)
 
 
