@@ -28,7 +28,7 @@ from scripts.pages.results import results_page  # noqa: E402
 WRITTEN: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": choosing.PARTS,
     "language.md": language.PARTS,
-    "performance/models.md": generation.PARTS,
+    "records/models.md": generation.PARTS,
     "search.md": search.PARTS,
 }
 """Path below docs/ of a page that is written by hand -> what makes its parts, by their names."""
