@@ -86,8 +86,7 @@ STATEMENT = _code(
 ENCODING = _code(
     "KV0105",
     "not a text in UTF-8",
-    "Policies are text files in UTF-8. This one has bytes that are not, or characters that no text has, so it is "
-    "perhaps not a policy at all.",
+    "Policies are text files in UTF-8. This file has other bytes, or control characters, and may not be a policy.",
     'kv 1\n\npolicy Example { "An example.\0" }\n',
 )
 TOO_LARGE = _code(
@@ -277,9 +276,9 @@ BAD_SETTING = _code(
 SHIPPED_BY_FILE = _code(
     "KV0217",
     "file or shipped policy",
-    '`import "roco.kv"` names a file beside the importing one, and `import roco` the shipped policy. A file\'s name without a '
-    "folder that is a shipped policy's may mean either: while there is no such file, the shipped policy is taken, and once there "
-    'is one, it is. So the import should say which: `import roco`, or `import "./roco.kv"`. In `roco_test.kv`, '
+    '`import "roco.kv"` names a file beside the importing one, and `import roco` the shipped policy. A file name without a '
+    "folder may also name a shipped policy. kvdsl takes the file if it exists, else the shipped policy. "
+    'So the import should say which: `import roco`, or `import "./roco.kv"`. In `roco_test.kv`, '
     '`import "roco.kv"` is the file that it tests.',
     'kv 1\nimport "h2o.kv"\n\npolicy Example extends H2O {\n  "An example."\n  keep first 4\n}\n',
     severity="warning",
@@ -294,8 +293,8 @@ TENSOR = _code(
 TENSOR_FILE = _code(
     "KV0219",
     "tensor from a file that is not allowed",
-    "Tensors are read from safetensors files, which hold numbers and nothing that could run. The path is relative to the folder of the "
-    "policy and does not lead out of it, so that a policy reads nothing that was not put beside it.",
+    "Tensors are read from safetensors files, which hold numbers and nothing that could run. The path is relative to the policy's "
+    "folder and must not lead out of it, so that a policy reads no other files.",
     _policy(_BUDGET, 'tensor filter [layers, heads, dims] from "../filter.safetensors"', "score -dot(filter, k)"),
 )
 GIVEN_DEFAULT = _code(
@@ -436,8 +435,8 @@ KEY = _code(
     "KV0326",
     "not a key",
     "`mean(x over slots by key)` gives every slot the mean of the slots that have the same key as it, as pages do: `by floor(position / "
-    "16)`. A key is one number per slot, whatever the query, and so is what is reduced. A policy has pages of one kind: one that reads "
-    "them for its score and selects as well selects whole ones.",
+    "16)`. The key and the reduced value are one number per slot for all queries. A policy has one kind of pages: if its score "
+    "reads pages, its `select` also selects whole ones.",
     _policy(_BUDGET, "score mean(k over slots by attn)"),
 )
 SELECT_AXES = _code(
@@ -487,8 +486,8 @@ NO_BUDGET = _code(
 BUDGET = _code(
     "KV0403",
     "budget below 1, or with a fraction",
-    "A policy keeps at least one token, and whole ones. A ratio of the prompt is written `0.25 * prompt`; only the param `budget` "
-    "itself may be given as a number above 0 and up to `1.0`, written with a point, which then means that; `1` is one token.",
+    "A policy keeps a whole number of tokens, at least one. Write a ratio of the prompt as `0.25 * prompt`. Only the param `budget` "
+    "accepts a ratio directly, as a number above 0 and up to `1.0` with a decimal point; `1` is one token.",
     _policy("param budget = 0", "score position"),
 )
 KEEPS = _code(
@@ -502,8 +501,8 @@ KEEPS = _code(
 KEEPS_IN_LAYER = _code(
     "KV0423",
     "more kept than the budget of a layer holds",
-    "The budget differs from layer to layer, and in a model of 32 layers what is protected does not fit into the smallest. Models with "
-    "fewer layers may have room; a cache raises an error where there is none, with the budget that would do.",
+    "The budget differs from layer to layer, and in a model of 32 layers the protected tokens do not fit into the smallest one. They may "
+    "fit in models with fewer layers. If not, the cache raises an error that names a sufficient budget.",
     _policy(_BUDGET, "budget budget / (1 + layer)", "score position", "keep last 32"),
     severity="warning",
 )
@@ -578,8 +577,8 @@ ACROSS = _code(
     "KV0412",
     "budget across heads or layers that cannot share it",
     "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
-    "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
-    "gives each head is its own. What a layer's share depends on, `across layers by ...`, is one number for all its KV heads; there "
+    "layers; that is possible under `when prefill` only. Heads that agree on their victims share nothing, and neither do budgets per head "
+    "from a tensor. What a layer's share depends on, `across layers by ...`, is one number for all its KV heads; there "
     "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens, and in the "
     "score of heads that share a budget, of one number each; `rank(x over heads)` is for the latter alone.",
     _policy("budget 512 across heads", "score sum(attn)"),
