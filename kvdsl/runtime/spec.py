@@ -152,7 +152,7 @@ class PolicySpec:
             return "share a budget"
         if self.victims != "own":
             return "agree on victims"
-        return "choose together what to attend to" if self.heads_vote else None
+        return "select tokens together" if self.heads_vote else None
 
     @property
     def in_blocks(self) -> bool:

@@ -153,7 +153,7 @@ def _values(tensors: Tensors, name: str) -> Tensor:
     flat = torch.frombuffer(bytearray(stored.data), dtype=_DTYPES[stored.dtype]) if stored.data else torch.empty(0)
     values = flat.view(stored.shape).float()
     if not values.isfinite().all():
-        raise KvdslError(f"`{name}` in `{file}` has numbers that are infinite or none (NaN)")
+        raise KvdslError(f"`{name}` in `{file}` has infinite numbers or NaN")
     values = values.permute([axes.index(axis) for axis in AXES if axis in axes])
     for place, axis in enumerate(AXES):
         if axis not in axes:

@@ -51,10 +51,10 @@ class CpuBackend:
         if device.type != "cpu":
             raise KvdslError(f"the cpu backend needs tensors on a CPU, not on {device}")
         if dtype not in _DTYPES:
-            raise KvdslError(f"the cpu backend knows float32, bfloat16 and float16, not {dtype}")
+            raise KvdslError(f"the cpu backend supports float32, bfloat16 and float16, not {dtype}")
         if spec.kv_dtype != "model" and spec.selects:
             raise KvdslError(
-                f"C++ kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
+                f"C++ kernels select tokens by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
             )
         if not spec.cpu_source.exists():
             raise KvdslError(spec.without("cpu"))
@@ -173,7 +173,7 @@ def check(status: int) -> None:
     if status & _NOT_LIVE:
         raise KvdslError(tokens.NOT_LIVE)
     if status & _OUT_OF_MEMORY:
-        raise MemoryError("no memory for the kernel's work space")
+        raise MemoryError("no memory for the kernel's workspace")
 
 
 def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:

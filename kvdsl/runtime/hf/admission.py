@@ -72,7 +72,7 @@ def compare(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel]
         ours = _run(model, lambda: keeps_everything(model), "")
     if not bool(expected.isfinite().all()):
         raise KvdslError(
-            f"{name} cannot be served: its logits are not finite under its own attention, so that nothing can be compared"
+            f"{name} cannot be served: its logits are not finite under its own attention, so the self-test cannot compare them"
         )
     deviation = float((ours - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
     if not deviation <= TOLERANCE.get(model.dtype, _HALF_TOLERANCE):

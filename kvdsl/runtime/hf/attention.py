@@ -116,8 +116,8 @@ def _attend(
 _REFUSED = {
     "output_attentions": "`output_attentions=True` needs a matrix of all probabilities, which fused attention never builds: "
     "leave it out, or read what the policy keeps with `cache.state(layer)`",
-    "position_bias": "attention with a ready-made position bias (T5, MPT) is not supported: its slots would have to be known; "
-    "a bias that grows with the distance (ALiBi) is, where the model passes `alibi_slopes`",
+    "position_bias": "attention with a ready-made position bias (T5, MPT) is not supported: it refers to positions of the full text; "
+    "ALiBi is supported if the model passes `alibi_slopes`",
     "head_mask": "`head_mask` is not supported together with a kvdsl cache: leave it out",
 }
 
@@ -133,8 +133,7 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     for name in _CHOSEN:
         if kwargs.get(name) is not None:
             raise KvdslError(
-                f"{type(module).__name__} chooses itself which tokens it attends to (`{name}`): kvdsl does not serve models with such "
-                f"layers"
+                f"{type(module).__name__} selects the tokens that it attends to (`{name}`): kvdsl does not serve models with such layers"
             )
     if dropout:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")

@@ -132,10 +132,8 @@ class KVCache(Linked, Cache):
         for index, window in managed_windows(model).items():
             state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
-            state.room.reserves = execution_device(model).type not in (
-                "cpu",
-                "meta",
-            )  # before the prompt: transformers asks whether the cache compiles
+            # Set before the prompt, because transformers asks early whether the cache compiles.
+            state.room.reserves = execution_device(model).type not in ("cpu", "meta")
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
@@ -238,7 +236,7 @@ class KVCache(Linked, Cache):
         """Pickle everything except the model and its backends."""
         own = getattr(type(self), "spec", None)
         if own is None or self._spec.with_memory(own.memory) != own:
-            raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
+            raise KvdslError(f"{type(self).__name__} was assembled from parts and cannot be saved")
         model = self._sync.model
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_choose", "_config")}
         kept["_memory"] = self._spec.memory

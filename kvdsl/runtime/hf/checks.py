@@ -60,7 +60,7 @@ def check_window(module: nn.Module, layer: int, window: int | None, asked: int |
     masked, cached = ("the whole text" if size is None else f"{size} tokens" for size in (asked, window))
     raise KvdslError(
         f"{type(module).__name__} is masked to see {masked}, but transformers' own cache would give it {cached} in layer {layer}: "
-        f"a prompt and what follows it see different things, which no policy can follow"
+        f"prompts and decoded tokens would see different tokens, which no policy supports"
     )
 
 

@@ -117,9 +117,8 @@ def _with_cache_again(
             f"read again: generate without guesses and from `input_ids`, or begin with a prompt of that length"
         )
     cache.reset()
-    inputs = {
-        name: value for name, value in made.items() if name != "cache_position"
-    }  # in 4.57 that of the last token alone
+    # In 4.57 `cache_position` is that of the last token only.
+    inputs = {name: value for name, value in made.items() if name != "cache_position"}
     return {**inputs, **with_cache(cache)}
 
 

@@ -147,8 +147,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise KvdslError(unreachable(model))
     if "chunked_attention" in (layer_types(config) or ()) or getattr(config, "attention_chunk_size", None):
         raise KvdslError(
-            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, which a policy over the whole "
-            f"text would change: kvdsl does not serve chunked attention"
+            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, unlike a policy, which covers "
+            f"the whole text: kvdsl does not serve chunked attention"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation == "sdpa":
         raise KvdslError(

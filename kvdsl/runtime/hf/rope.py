@@ -100,8 +100,8 @@ def _refuse_by_config(part: PreTrainedModel) -> None:
     if changing:
         raise _refusal(
             part,
-            f"its `{changing[0]}` scaling changes the frequencies with the length of the text, so that keys of different "
-            f"times do not fit together",
+            f"its `{changing[0]}` scaling changes the frequencies with the length of the text, so keys cached at different "
+            f"lengths do not match",
         )
     if getattr(config, "kv_lora_rank", None):
         raise _refusal(part, "it makes its keys from compressed latents (MLA), and rotates only a part of them")
@@ -120,8 +120,7 @@ def _refuse_scaled_queries(part: PreTrainedModel, growing: list[int]) -> None:
         where = f" in layer {growing[0]}" if growing else ""
         raise _refusal(
             part,
-            f"it scales queries by their place in the text{where}, so that a query at another position is not the one that the "
-            f"model would have made there",
+            f"it scales queries by their position in the text{where}, so queries cannot be moved",
         )
 
 
@@ -166,7 +165,7 @@ def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
     refuse_unsupported(model)
     device = execution_device(part)
     if device.type == "meta":
-        raise _refusal(part, "it has no weights yet, so that its keys cannot be read")
+        raise _refusal(part, "it has no weights yet, so its keys are unknown")
     serve_attention(model)
     with torch.autocast(device.type, enabled=False):
         layers = _run(at_rest(part), device)
@@ -235,7 +234,7 @@ def _fit_all(part: PreTrainedModel, cached: dict[int, _Seen]) -> dict[int, Rope 
     allowed = TOLERANCE.get(part.dtype, _HALF_TOLERANCE)
     for layer, (key, value, _) in cached.items():
         if _deviation(value, value[:1]) > allowed:  # values are never rotated
-            raise _refusal(part, "it adds positions to the embeddings, so that no cached key or value can be moved")
+            raise _refusal(part, "it adds positions to the embeddings, so no cached key or value can be moved")
         if _deviation(key, key[:1]) <= allowed:
             found[layer] = None
             continue

@@ -172,7 +172,7 @@ def check_steps(steps: Any) -> int:
         KvdslError: if it is not a positive int.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise KvdslError(f"`steps` is {steps!r}; give how many of the last tokens may have to be taken back, 1 or more")
+        raise KvdslError(f"`steps` is {steps!r}; give the number of tokens that `crop` may take back, 1 or more")
     return steps
 
 

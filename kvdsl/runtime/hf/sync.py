@@ -92,7 +92,7 @@ class LayerSync(Linked):
             raise KvdslError("the cache was loaded and belongs to no model yet: call `cache.attach(model)` first")
         if self._releases != releases(self._model()):
             raise KvdslError(
-                "`release` was called for the cache's model, so that the cache cannot be used any more: construct another one"
+                "`release` was called for the cache's model, so the cache is no longer valid: construct another one"
             )
 
     def enter(self, layer: Layer) -> None:
@@ -128,7 +128,7 @@ class LayerSync(Linked):
             else f"pass it as `{CACHE}=cache`, its name in this release"
         )
         raise KvdslError(
-            f"{type(module).__name__} was given a kvdsl cache and {what}, so that what it returned is not what the policy says: "
+            f"{type(module).__name__} was given a kvdsl cache and {what}, so its output is not the policy's: "
             f"{advice}; call `cache.reset()` before the next text"
         )
 

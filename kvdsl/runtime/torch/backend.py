@@ -144,9 +144,7 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
         state.rank.scatter_(2, slot, torch.where(real[:, None], last, state.rank.gather(2, slot)))
     position = new_position[:, None].expand_as(slot)
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
-    for column, rule in zip(
-        state.columns, state.spec.column_rules, strict=False
-    ):  # rings come last and need no initial value
+    for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings need no initial value
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
     return call._replace(key=state.read(rows[0]), value=state.read(rows[1]))
 

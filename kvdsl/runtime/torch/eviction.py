@@ -239,9 +239,7 @@ def _own_victims(held: Held, excess: Excess) -> Tensor:
     score, protection, numbers = _judged(held)
     if held.state.spec.across:
         over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
-        floor = numbers[
-            "head_floor" if held.state.spec.across_layers else "floor"
-        ]  # of layers with shares: converted to tokens
+        floor = numbers["head_floor" if held.state.spec.across_layers else "floor"]  # in tokens
         return shared_order(score, protection, floor) < over * held.rows.view(-1, 1, 1)
     return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
 

@@ -227,7 +227,7 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
     """Append a slot for every new token to the cached ones. Keys and values are as the model passed them, or as stored if packed."""
     batch, heads, tokens, _ = call.key.shape
     columns = call.key.new_zeros(state.column_index.rows, batch, heads, tokens, dtype=torch.float32)
-    for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings come last and need no initial value
+    for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings need no initial value
         if INITIAL[rule]:
             column.fill_(INITIAL[rule])
     rows = state.packed_rows(call.key, call.value)

@@ -168,9 +168,7 @@ def check_count(slots: Tensor, call: AttentionCall) -> None:
     """Raise KvdslError unless `slots`, [batch, kv_heads, tokens], has one slot per new token."""
     wanted = list(call.key.shape[:3])
     if list(slots.shape) != wanted:
-        raise KvdslError(
-            f"{list(slots.shape)} slots are to be replaced by {wanted} tokens: name as many as there are tokens"
-        )
+        raise KvdslError(f"slots have shape {list(slots.shape)} and new tokens {wanted}: name as many as there are tokens")
 
 
 def check_live(state: SlotState, slots: Tensor) -> None:
