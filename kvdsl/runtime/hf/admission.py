@@ -106,8 +106,8 @@ def _run(model: PreTrainedModel, make: Callable[[], Any], what: str) -> Tensor:
         prompt = model(**_inputs(model, 0, TOKENS - 1), **with_cache(cache), use_cache=True)
         step = model(**_inputs(model, TOKENS - 1, TOKENS), **with_cache(cache), use_cache=True)
     except Exception as error:
-        told = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
-        raise KvdslError(f"{type(model).__name__} cannot be served: {what}{told}") from error
+        reason = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
+        raise KvdslError(f"{type(model).__name__} cannot be served: {what}{reason}") from error
     return torch.cat([_logits(prompt)[:, -1:], _logits(step)], dim=1)
 
 

@@ -96,19 +96,19 @@ def _attend(
     """Attend by the layer of a marked key: [batch, tokens, query_heads, value_dim], contiguous."""
     _refuse(module, dropout, kwargs)
     scaling = kwargs.get("scaling")
-    told = mask.read(attention_mask, query, layer)
+    said = mask.read(attention_mask, query, layer)
     out = layer.attend(
         module,
         query,
         key,
         value,
-        told.real,
+        said.real,
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         slopes=_slopes(kwargs, query.shape[1]),
         positions=kwargs.get("position_ids"),
-        asked_window=told.window,
+        asked_window=said.window,
     )
     return out.contiguous()  # models may view it
 

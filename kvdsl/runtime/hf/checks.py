@@ -139,10 +139,10 @@ def check_rate(state: SlotState, call: AttentionCall) -> None:
         concerned = concerned & call.real.any(1)
     if bool(concerned.any()):
         budget = state.settings.params.get("budget")
-        told = "by default" if budget is None else f"{spelled(budget)},"
+        source = "by default" if budget is None else f"{spelled(budget)},"
         where = "" if len(concerned) == 1 else f" of row {int(concerned.int().argmax())}"
         raise KvdslError(
-            f"`budget` of {state.spec.name} is {told} a ratio of the prompt, and one token has come as the prompt{where}: pass "
+            f"`budget` of {state.spec.name} is {source} a ratio of the prompt, and one token has come as the prompt{where}: pass "
             f"the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
             f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
         )

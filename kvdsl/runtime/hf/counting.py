@@ -26,10 +26,10 @@ class Counting:
         self.heard: Tensor | None = None
         self._offset: Tensor | None = None
 
-    def take(self, told: Tensor | None) -> Tensor | None:
+    def take(self, positions: Tensor | None) -> Tensor | None:
         """Return this forward's position ids: the recorded ones, which may have axes (M-RoPE), else those passed to attention."""
         heard, self.heard = self.heard, None
-        return told if heard is None else heard
+        return positions if heard is None else heard
 
     def check(self, positions: Tensor, real: Tensor | None, seen: Tensor, policy: str) -> None:
         """Check a forward's positions, padding excluded.

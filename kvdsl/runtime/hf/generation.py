@@ -124,17 +124,17 @@ def _with_cache_again(
 
 def _columns(mask: Any, positions: Any) -> int:
     """Return how many tokens the mask or the positions cover, cached ones included; 0 if unknown."""
-    for told in (mask, positions):
-        if isinstance(told, Tensor) and told.ndim == 2:
-            return told.shape[1]
+    for covered in (mask, positions):
+        if isinstance(covered, Tensor) and covered.ndim == 2:
+            return covered.shape[1]
     return 0
 
 
 def _new_tokens(kwargs: dict[str, Any]) -> int | None:
     """Return how many of the last tokens will run, None for all."""
     position = kwargs.get("cache_position")
-    told: int | None = kwargs.get("next_sequence_length", None if position is None else position.shape[0])
-    return told
+    count: int | None = kwargs.get("next_sequence_length", None if position is None else position.shape[0])
+    return count
 
 
 # -- a prompt ----------------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def _refuse_scaled_queries(part: PreTrainedModel, growing: list[int]) -> None:
     The config counts too, because a scale may begin beyond the last position tested or depend on the cache's length.
     """
     config = text_config(part)
-    told = [scaling for scaling in rotary_scalings(config) if scaling.get("llama_4_scaling_beta")]
-    if growing or told or getattr(config, "attn_temperature_tuning", None):
+    scaled = [scaling for scaling in rotary_scalings(config) if scaling.get("llama_4_scaling_beta")]
+    if growing or scaled or getattr(config, "attn_temperature_tuning", None):
         where = f" in layer {growing[0]}" if growing else ""
         raise _refusal(
             part,

@@ -103,7 +103,7 @@ def likeness(model: PreTrainedModel) -> dict[str, Any]:
 
 def _weights(model: PreTrainedModel) -> dict[str, float]:
     """Return the first number of every parameter; {} for a model without weights."""
-    held = {name: _brought(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
+    held = {name: _offloaded(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
     named = {name: x.detach() for name, x in held.items() if x is not None and x.numel()}
     firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
     return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
@@ -114,7 +114,7 @@ def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return model.named_parameters(remove_duplicate=False)
 
 
-def _brought(model: PreTrainedModel, name: str) -> Tensor | None:
+def _offloaded(model: PreTrainedModel, name: str) -> Tensor | None:
     """Return a parameter that accelerate loads for each forward, or None."""
     owner, _, last = name.rpartition(".")
     hook = getattr(model.get_submodule(owner), "_hf_hook", None)

@@ -48,9 +48,9 @@ class Text:
         tokens = _tokens(ids, embeddings)
         if tokens is None or self._ids.shape[0] % tokens.shape[0]:
             return None
-        known, told = self._both(tokens, length)
-        told = told.repeat_interleave(len(known) // len(told), 0)  # beams and several returned sequences
-        wrong = _differing(known, told).any(0)
+        known, new = self._both(tokens, length)
+        new = new.repeat_interleave(len(known) // len(new), 0)  # beams and several returned sequences
+        wrong = _differing(known, new).any(0)
         return int(wrong.int().argmax()) if bool(wrong.any()) else None
 
     def continued_rows(self, ids: Tensor | None, embeddings: Tensor | None, length: int) -> list[int | None]:
@@ -58,8 +58,8 @@ class Text:
         tokens = _tokens(ids, embeddings)
         if tokens is None:
             return []
-        known, told = self._both(tokens, length)
-        continued = ((~_differing(known, row).any(1)).nonzero().flatten().tolist() for row in told)
+        known, new = self._both(tokens, length)
+        continued = ((~_differing(known, row).any(1)).nonzero().flatten().tolist() for row in new)
         return [next(iter(rows), None) for rows in continued]
 
     def _both(self, tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -76,9 +76,9 @@ class Text:
         self._end = 0
 
 
-def _differing(known: Tensor, told: Tensor) -> Tensor:
+def _differing(known: Tensor, new: Tensor) -> Tensor:
     """Return where known tokens differ: bool [rows, tokens]."""
-    return (known != told) & (known != UNKNOWN) & ((known < 0) == (told < 0))
+    return (known != new) & (known != UNKNOWN) & ((known < 0) == (new < 0))
 
 
 def repeats_rows(ids: Tensor | None, embeddings: Tensor | None) -> bool:

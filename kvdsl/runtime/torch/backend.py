@@ -92,7 +92,7 @@ class TorchBackend:
         for t, one in enumerate(_one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
             one = _overwrite(state, one, slot, new_position, new_position >= 0)
-            _unmade_query(state, slot, new_position >= 0)
+            _start_averages(state, slot, new_position >= 0)
             _place_in(state, one, slot, new_position >= 0)
             state.seen += new_position[:, 0] >= 0
 
@@ -149,7 +149,7 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
     return call._replace(key=state.read(rows[0]), value=state.read(rows[1]))
 
 
-def _unmade_query(state: SlotState, slot: Tensor, real: Tensor) -> None:
+def _start_averages(state: SlotState, slot: Tensor, real: Tensor) -> None:
     """Start moving averages at 0, as if the token's own query had given 0."""
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):
         if rule == "ema":

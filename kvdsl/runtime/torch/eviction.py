@@ -45,7 +45,7 @@ class Held:
         rows: bool [batch], the rows that may evict.
         evicts: whether this layer evicts in this phase.
         of_prompt: whether a prompt settles. Only then do layers share a budget.
-        unsaid: collects conditions, with a function to call if they hold, for when the host waits for the device; None to do it at once.
+        warnings: collects a condition and a function that warns if it holds, until the host waits for the device; None: at once.
     """
 
     state: SlotState
@@ -55,7 +55,7 @@ class Held:
     rows: Tensor
     evicts: bool
     of_prompt: bool = False
-    unsaid: list[tuple[Tensor, Callable[[], None]]] | None = None
+    warnings: list[tuple[Tensor, Callable[[], None]]] | None = None
 
     @property
     def waits(self) -> bool:
@@ -349,15 +349,15 @@ def warn_of_protected(layers: Sequence[Held]) -> None:
         )
     for held, count, room in zip(layers, counts, rooms, strict=False):
         over = (count > room) & held.rows[:, None]
-        say = partial(_say_too_many, held, over, count, room)
-        if held.unsaid is not None:
-            held.unsaid.append((over.any(), say))
+        give = partial(_warn_too_many, held, over, count, room)
+        if held.warnings is not None:
+            held.warnings.append((over.any(), give))
         elif bool(over.any()):
-            say()
+            give()
             return
 
 
-def _say_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None:
+def _warn_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None:
     """Warn, once per cache, of the first KV head that protects more than its budget."""
     warned = held.state.warned
     if "protected" not in warned:

@@ -58,12 +58,12 @@ def prefill(
         return _prefill(state, call, attend, kernel)
     later = Later([], [])
     out = _prefill(state, call, attend, kernel, later)
-    conditions, said = zip(*later.unsaid, strict=True) if later.unsaid else ((), ())
+    conditions, given = zip(*later.warnings, strict=True) if later.warnings else ((), ())
     numbers = _all_finite([*later.doubts, *conditions])
     if numbers is not None:
-        for holds, say in zip(numbers[len(later.doubts) :], said, strict=True):
+        for holds, give in zip(numbers[len(later.doubts) :], given, strict=True):
             if holds:
-                say()
+                give()
         return out
     expected, tensors = state.expected, state.tensors()
     state.reset()  # drops the prompt; `lay_into` keeps the tensors for reuse
@@ -83,11 +83,11 @@ class Later(NamedTuple):
 
     Attributes:
         doubts: see `Prompt`.
-        unsaid: see `Held`.
+        warnings: see `Held`.
     """
 
     doubts: list[Tensor]
-    unsaid: list[tuple[Tensor, Callable[[], None]]]
+    warnings: list[tuple[Tensor, Callable[[], None]]]
 
 
 def _prefill(
@@ -108,10 +108,10 @@ def _prefill(
         state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which changes
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, attend, kernel)
-    doubts, unsaid = (None, None) if later is None else later
+    doubts, warnings = (None, None) if later is None else later
     kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
     evicts = _evicts(state, numbers) and not call.goes_on
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, unsaid=unsaid)
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, warnings=warnings)
     staying = None if known_lengths(state, call) is None else eviction.known_to_stay(held)
     if call.goes_on:
         state.store(kept, seen, numbers, staying)
