@@ -28,7 +28,7 @@ from scripts.pages.results import results_page  # noqa: E402
 WRITTEN: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": choosing.CHOOSING,
     "language.md": language.PARTS,
-    "performance/models.md": generation.PARTS,
+    "records/models.md": generation.PARTS,
     "records/quality.md": choosing.QUALITY_RECORD,
     "search.md": search.PARTS,
 }

@@ -1,4 +1,4 @@
-// EQUIPBlocks: one decode step on the CPU.
+// EQUIPBlocks: decode step on CPUs.
 //
 // Made by kvdsl 0.1.0 from equip_blocks.kv (3b7000443c68). Do not edit: `kvdsl compile` rewrites it.
 //

@@ -1,4 +1,4 @@
-// RoCo: one decode step on the CPU.
+// RoCo: decode step on CPUs.
 //
 // Made by kvdsl 0.1.0 from roco.kv (5994bd044d6d). Do not edit: `kvdsl compile` rewrites it.
 //

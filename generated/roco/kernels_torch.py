@@ -2,7 +2,7 @@
 
 Made by kvdsl 0.1.0 from roco.kv (5994bd044d6d). Do not edit: `kvdsl compile` rewrites it.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
+Values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvdsl.runtime.torch.view import View
 
 
 def observe(row: View, columns: Columns) -> None:
-    """Fold what a block of queries gave the slots into the state columns."""
+    """Update the state columns by a block of queries."""
     columns.sum("sum_attn", row.attn)
     columns.squares("sum_attn_squared", row.attn)
 
@@ -29,6 +29,6 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def score(slots: View) -> Tensor | float:
-    """Evicts the lowest first: mean(attn)."""
+    """Score slots, the lowest is evicted first: mean(attn)."""
     sum_attn = slots.column("sum_attn")
     return sum_attn / slots.observed

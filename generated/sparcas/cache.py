@@ -18,7 +18,7 @@ from . import kernels_torch
 
 
 def resolve(given: Given) -> dict[str, Tensor]:
-    """The numbers that the kernels read, float64 [batch] each."""
+    """Compute the numbers that kernels read, float64 [batch] each."""
     tokens = given.number("tokens", 2048, low=1)
     dims = given.number("dims", 16, low=1)
     select = given.inside(given.count(tokens, low=1), low=2)
@@ -39,14 +39,15 @@ class SparCasCache(KVCache):
     Usage: `model.generate(**inputs, cache=SparCasCache(model))`.
 
     Args:
-        model: a transformers model; its attention is prepared to serve this cache.
+        model: the transformers model that will use the cache.
         tokens: default 2048.
         dims: default 16.
-        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
-        rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
-        kv_dtype: what keys and values are rounded to and stored in, `int8`, `int4` or `fp8`; None: as the model has them.
-        backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
-        seed: of `random()`.
+        storage: memory layout of slots, `in_place`, `blocks` or `blocks:16`. Default: as in the .kv file, else `in_place`.
+        rope: under compact positions, rotate keys when they are read (`fused`), or cache rotated halves (`cached`). Default: as in the .kv
+            file, else `fused`.
+        kv_dtype: storage dtype of keys and values, `int8`, `int4` or `fp8`. Default: the model's dtype.
+        backend: `auto`, `cpu` (C++), `triton` or `torch`.
+        seed: for `random()`.
     """
 
     spec = PolicySpec(

@@ -1,4 +1,4 @@
-// SparCas: one decode step on the CPU.
+// SparCas: decode step on CPUs.
 //
 // Made by kvdsl 0.1.0 from sparcas.kv (7aefa5e84f82). Do not edit: `kvdsl compile` rewrites it.
 //
@@ -26,7 +26,7 @@ struct SparCasPolicy : kvdsl::Policy {
   static constexpr kvdsl::By by = kvdsl::By::sketch_dot;
   static int tokens(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::select)); }
 
-  // Looks at the highest dims: abs(q)
+  // Reads the highest dims: abs(q)
   static int sketch_every(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::sketch_every)); }
 
   template <class T>

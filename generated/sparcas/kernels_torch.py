@@ -2,7 +2,7 @@
 
 Made by kvdsl 0.1.0 from sparcas.kv (7aefa5e84f82). Do not edit: `kvdsl compile` rewrites it.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
+Values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def sketch(row: View) -> Tensor | float:
-    """The highest dims are looked at: abs(q)."""
+    """Rank dims, the highest are read: abs(q)."""
     return row.over_group(torch.abs(row.q))
 
 
 def select(row: View) -> Tensor | float:
-    """The highest are attended to: sum(q * k over sketch)."""
+    """Rank slots, a query attends to the highest: sum(q * k over sketch)."""
     return row.over_group(row.sketch.dot(row.query, row.key))

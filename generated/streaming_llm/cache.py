@@ -18,7 +18,7 @@ from . import kernels_torch
 
 
 def resolve(given: Given) -> dict[str, Tensor]:
-    """The numbers that the kernels read, float64 [batch] each."""
+    """Compute the numbers that kernels read, float64 [batch] each."""
     sinks = given.number("sinks", 4, low=0)
     budget = given.tokens("budget", 512)
     capacity = given.count(budget, low=1)
@@ -39,15 +39,16 @@ class StreamingLLMCache(KVCache):
     Usage: `model.generate(**inputs, cache=StreamingLLMCache(model))`.
 
     Args:
-        model: a transformers model; its attention is prepared to serve this cache.
+        model: the transformers model that will use the cache.
         sinks: default 4.
         budget: default 512; 0.25 is a ratio of the prompt, 1.0 all of it.
-        ratio: the budget as a ratio of the prompt, in place of `budget`: 0.25 is a quarter of it, 1 all.
-        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
-        rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
-        kv_dtype: what keys and values are rounded to and stored in, `int8`, `int4` or `fp8`; None: as the model has them.
-        backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
-        seed: of `random()`.
+        ratio: the budget as a ratio of the prompt (0.25, 1), in place of `budget`.
+        storage: memory layout of slots, `in_place`, `blocks` or `blocks:16`. Default: as in the .kv file, else `in_place`.
+        rope: under compact positions, rotate keys when they are read (`fused`), or cache rotated halves (`cached`). Default: as in the .kv
+            file, else `fused`.
+        kv_dtype: storage dtype of keys and values, `int8`, `int4` or `fp8`. Default: the model's dtype.
+        backend: `auto`, `cpu` (C++), `triton` or `torch`.
+        seed: for `random()`.
     """
 
     spec = PolicySpec(

@@ -1,4 +1,4 @@
-// StreamingLLM: one decode step on the CPU.
+// StreamingLLM: decode step on CPUs.
 //
 // Made by kvdsl 0.1.0 from streaming_llm.kv (a865ebe3977d). Do not edit: `kvdsl compile` rewrites it.
 //

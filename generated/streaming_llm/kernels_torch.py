@@ -2,7 +2,7 @@
 
 Made by kvdsl 0.1.0 from streaming_llm.kv (a865ebe3977d). Do not edit: `kvdsl compile` rewrites it.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
+Values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
 
 
 def score(slots: View) -> Tensor | float:
-    """Evicts the lowest first: position."""
+    """Score slots, the lowest is evicted first: position."""
     return slots.position

@@ -1,1 +1,1 @@
-"""What generated packages call. Needs torch; only `hf` needs transformers; nothing here needs the compiler."""
+"""The runtime that generated packages import. It needs torch; only `hf` needs transformers. The compiler is not needed."""

@@ -1,4 +1,4 @@
-"""Cosines and sines for turning keys and queries inside a kernel; see cpu/src/rotate.hpp and gpu/rotate.py."""
+"""Tables of cosines and sines with which kernels rotate keys and queries; see cpu/src/rotate.hpp and gpu/rotate.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR_TURNS = 128
 """`near_turns` of cpu/src/rotate.hpp."""
 
 DIGITS = (2**7, 2**12, 2**12)
-"""On a GPU, where nobody waits to know how long the text is, a turn of any 31 bits is composed of three: bases, the lowest first."""
+"""Bases of the three digits of a shift, lowest first, used on GPUs. They cover 31 bits, so the host need not know the text's length."""
 
 _FIRST_REACH = 64 * NEAR_TURNS
 
@@ -22,13 +22,14 @@ _tables: weakref.WeakKeyDictionary[Rope, Angles] = weakref.WeakKeyDictionary()
 
 
 class Angles:
-    """The angles of every turn shorter than `reach` positions, in two factors that are short enough to stay in a cache.
+    """Angles of every shift below `reach` positions, in two tables small enough for the CPU's cache.
 
-    Found in float64 and rounded once: the sum of two angles is then as exact as one of them.
+    A shift is a multiple of NEAR_TURNS plus a rest. Both angles are computed in float64 and rounded once, so that their sum is as exact
+    as either.
 
     Attributes:
-        near: float32 [NEAR_TURNS, 2, pairs], cosines and sines of turns by 0, 1, ... positions.
-        far: float32 [reach / NEAR_TURNS, 2, pairs], of turns by whole multiples of NEAR_TURNS.
+        near: float32 [NEAR_TURNS, 2, pairs], cosines and sines of shifts by 0, 1, ... positions.
+        far: float32 [reach / NEAR_TURNS, 2, pairs], of shifts by multiples of NEAR_TURNS.
     """
 
     def __init__(self, rope: Rope, reach: int) -> None:
@@ -37,12 +38,12 @@ class Angles:
 
     @property
     def reach(self) -> int:
-        """The number of turns, that by 0 included."""
+        """The number of shifts covered, from 0."""
         return len(self.far) * NEAR_TURNS
 
 
 def angles(rope: Rope, length: int) -> Angles:
-    """The rotation's tables for a text of that length; layers that rotate alike share them, and they grow by doubling."""
+    """Return the tables for texts up to `length` tokens. Layers with the same rotation share them; they grow by doubling."""
     known = _tables.get(rope)
     if known is not None and length <= known.reach:
         return known
@@ -54,8 +55,9 @@ def angles(rope: Rope, length: int) -> Angles:
 
 
 def digits(rope: Rope, device: torch.device) -> Tensor:
-    """The angles of every digit of a turn, float32 [sum(DIGITS), 2, pairs] on a device: cosines and sines of turns by 0, 1, ...,
-    then by multiples of what the digits before can say. All that rotate alike share it.
+    """Return the angles of every digit of a shift, float32 [sum(DIGITS), 2, pairs]: cosines and sines for each digit, lowest first.
+
+    Layers with the same rotation share them.
     """
     return _digits(rope.name, device)
 

@@ -1,4 +1,4 @@
-"""What a backend is, the protocol that torch, C++ and Triton keep, and what it is asked to attend to. `backends` chooses among them."""
+"""The protocol of a backend (torch, C++ or Triton), and its argument. `backends` chooses among them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         query: [batch, query_heads, tokens, key_dim], rotated.
-        key, value: [batch, kv_heads, tokens, key_dim or value_dim], the new tokens'.
-        real: [batch, tokens] bool, False for padding; None when no token is.
-        scaling: factor of the dot products.
-        softcap: logits become softcap * tanh(logit / softcap), or None.
-        window: a query sees the last `window` tokens only, itself included, or None.
-        sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
-        rope: how queries and keys were rotated; None without rotary positions. Compact positions ask, and who turns keys.
-        supplied: what the caller gives of the tokens, float32 [values, batch, kv_heads, tokens]; None: the defaults.
-        goes_on: whether more of the same prompt follows in another call. Until then nothing leaves, except by blocks: a prompt in parts
-            leaves what it leaves as a whole.
-        slopes: [query_heads] what each place that a token stands behind the query takes from its logit (ALiBi), or None: places in the
-            text, or under compact positions among the live tokens.
+        key, value: the new tokens', [batch, kv_heads, tokens, key_dim or value_dim].
+        real: [batch, tokens] bool, False for padding; None if no token is padding.
+        scaling: the softmax scale.
+        softcap: logits become softcap * tanh(logit / softcap); None for no cap.
+        window: the number of tokens that a query sees, itself included; None for all.
+        sinks: [query_heads] learned logits added to the softmax's denominator (gpt-oss), or None.
+        rope: how queries and keys were rotated; None without rotary positions. Compact positions and policies that rotate need it.
+        supplied: per-token values from the caller, float32 [values, batch, kv_heads, tokens]; None for their defaults.
+        goes_on: whether another call continues the same prompt. Until the last one nothing is evicted, except under
+            `every N`: a prompt in parts keeps the same tokens as a whole one.
+        slopes: [query_heads] ALiBi slopes, subtracted from a logit per place between token and query, or None. Places are positions in
+            the text; under compact positions, ranks among the live tokens.
     """
 
     query: Tensor
@@ -44,14 +44,14 @@ class AttentionCall(NamedTuple):
     slopes: Tensor | None = None
 
     def part(self, tokens: slice) -> AttentionCall:
-        """The same of some of the tokens."""
+        """Return the call for some of its tokens."""
         query, key, value = (x[:, :, tokens] for x in (self.query, self.key, self.value))
         real = None if self.real is None else self.real[:, tokens]
         supplied = None if self.supplied is None else self.supplied[..., tokens]
         return self._replace(query=query, key=key, value=value, real=real, supplied=supplied)
 
     def cast(self, dtype: torch.dtype) -> AttentionCall:
-        """The same with vectors of this dtype."""
+        """Return the call with query, key and value in this dtype."""
         if self.query.dtype == self.key.dtype == self.value.dtype == dtype:
             return self
         return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
@@ -62,17 +62,17 @@ class Backend(Protocol):
 
     name: str
     served: str
-    """What `kvdsl.runtime.graph.enlist` calls it; nothing for one whose steps can be traced."""
+    """The name under which `kvdsl.runtime.graph.enlist` registers it; empty if `torch.compile` can trace its steps."""
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""
+        """Attend, observe and settle a prompt or a part of it. Returns [batch, tokens, query_heads, value_dim]."""
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """Place, attend, observe and settle token by token; [batch, tokens, query_heads, value_dim]."""
+        """Place, attend, observe and settle token by token. Returns [batch, tokens, query_heads, value_dim]."""
 
 
 class Working(Backend, Protocol):
     """A backend whose states have a workspace."""
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
-        """Have the state work in the tensors of another one's workspace, whose slots are alike."""
+        """Use another state's workspace for this one; both have the same number of slots."""

@@ -13,16 +13,16 @@ NAMES = ("auto", "cpu", "triton", "torch")
 
 
 def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend for tensors of this device and dtype.
+    """Return the backend for tensors of this device and dtype.
 
     Args:
-        name: `auto` takes the fastest that works here; any other name is an order.
+        name: `auto` takes the fastest backend that works here and falls back to torch with a warning. Any other name must work.
 
     Raises:
         KvdslError: if the named backend is unknown or cannot serve such tensors.
     """
     check_name(name)
-    dtype = dtype if spec.kv_dtype == "model" else torch.float32  # what is read then
+    dtype = dtype if spec.kv_dtype == "model" else torch.float32  # packed keys and values are unpacked to float32
     if name == "torch":
         return TorchBackend()
     fused = {"cpu": _cpu, "cuda": _triton}.get(device.type) if name == "auto" else {"cpu": _cpu, "triton": _triton}[name]
@@ -38,7 +38,7 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
 
 
 def check_name(name: str) -> None:
-    """Raise KvdslError for what is no backend's name."""
+    """Raise KvdslError if no backend has this name."""
     if name not in NAMES:
         raise KvdslError(f"there is no backend `{name}`; choose one of {', '.join(NAMES)}")
 

@@ -1,4 +1,4 @@
-"""What the user gave: params per row, checked."""
+"""The user's params, checked and resolved per row of the batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from kvdsl.errors import KvdslError
 
 
 class TooManyKeptError(KvdslError):
-    """What `keep first` and `keep last` protect does not fit.
+    """`keep first` and `keep last` protect more tokens than fit.
 
     Attributes:
-        text, mend: what is wrong, and what to do.
-        mend_by_budget: whether a larger budget would do.
+        text: what is wrong.
+        mend: what to do.
+        mend_by_budget: whether a larger budget helps.
     """
 
     def __init__(self, text: str, mend: str, *, mend_by_budget: bool) -> None:
@@ -31,15 +32,15 @@ class TooManyKeptError(KvdslError):
 class Given:
     """Params of one layer, resolved per row by a generated `resolve(given)`.
 
-    Every number is float64 [batch], or where heads differ [batch, kv_heads].
+    Every number is float64 [batch], or [batch, kv_heads] where heads differ.
 
     Args:
-        tensors: what the policy's tensors without dims have for the KV heads, float64 [kv_heads] each, or [1] for all.
+        tensors: the policy's tensors without dims, by name: float64 [kv_heads], or [1] if all heads share the number.
 
     Attributes:
-        prompt: the rows' prompt lengths.
-        layers, everything, turns: one number for all, as such tensors, so that expressions of them are torch expressions; so is `layer`.
-        layer_was_read: whether anybody has asked for the layer's number, on which what was found depends then.
+        prompt: prompt length of each row.
+        layers, everything, turns: one number for all rows, expanded so that generated expressions are torch expressions. So is `layer`.
+        layer_was_read: whether `resolve` has read the layer's number, so that its result holds for this layer only.
     """
 
     def __init__(
@@ -64,19 +65,19 @@ class Given:
 
     @property
     def layer(self) -> Tensor:
-        """The layer's number."""
+        """The number of this layer; sets `layer_was_read`."""
         self.layer_was_read = True
         return torch.full_like(self.prompt, self._layer)
 
     def tensor(self, name: str) -> Tensor:
-        """What a tensor of the policy has for the KV heads."""
+        """Return a tensor of the policy that has no dims, one number per KV head."""
         return self._tensors[name].to(self.prompt.device)
 
     def number(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-        """The param's value, float64 [batch].
+        """Return the param's value, float64 [batch].
 
         Raises:
-            KvdslError: if it is no number in low..high.
+            KvdslError: if it is not in low..high.
         """
         value = self._values.get(name)
         if value is not None and not low <= value <= high:
@@ -84,14 +85,14 @@ class Given:
         return self.per_row(default if value is None else value)
 
     def per_row(self, value: Tensor | float) -> Tensor:
-        """One number for all rows, or one of each: float64 [batch]."""
+        """Expand a number, or one per row, to float64 [batch]."""
         return torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
     def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-        """The param as tokens: a float up to 1.0 that the user gave is a rate of the row's prompt (at least one token).
+        """Return the param in tokens. A float up to 1.0 from the user is a ratio of the row's prompt, at least one token.
 
         Raises:
-            KvdslError: if it holds nothing.
+            KvdslError: if it is not positive.
         """
         given = self._values.get(name)
         if given is not None and is_rate(given):
@@ -105,21 +106,21 @@ class Given:
         return value
 
     def count(self, value: Tensor | float, *, low: float = 0) -> Tensor:
-        """A count of tokens, float64 [batch]: floored, not below `low`, which is what a NaN counts as well (0 / 0)."""
+        """Floor a count of tokens, float64 [batch]; values below `low` and NaN (0 / 0) become `low`."""
         count = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device)
         return torch.where(count >= low, count.floor(), low).expand_as(self.prompt)
 
     def some(self, value: Tensor | float) -> Tensor:
-        """A count of which 0 means another thing, float64 [batch]: floored, but 1 where it is more than 0 and less than 1."""
+        """Floor a count for which 0 has a special meaning, float64 [batch]: between 0 and 1 it becomes 1."""
         count = self.count(value)
         return torch.where((count == 0) & (torch.as_tensor(value, device=count.device) > 0), 1.0, count)
 
     def inside(self, count: Tensor, *, low: Tensor | float = 0, high: Tensor | float = math.inf) -> Tensor:
-        """The count in layers `low` to `high`, ends included; inf in the others: float64 [batch]."""
+        """Return the count in layers `low` to `high` inclusive, inf in the others: float64 [batch]."""
         return torch.where((self.layer >= low) & (self.layer <= high), count, math.inf)
 
     def chooser(self, *layers: Tensor | float) -> Tensor:
-        """The layer that chooses what this one attends to, float64 [batch]: of these, floored, the nearest up to itself; -1 of none."""
+        """Return the nearest of these layers (floored) up to this one, float64 [batch]: it chooses what this one attends to. -1 if none."""
         found = torch.full_like(self.prompt, -1, dtype=torch.float64)
         for layer in layers:
             one = torch.as_tensor(layer, dtype=torch.float64, device=self.prompt.device).floor()
@@ -127,31 +128,31 @@ class Given:
         return found
 
     def share(self, capacity: Tensor, rate: Tensor | float) -> Tensor:
-        """The part of its budget that a KV head, or a layer, cannot lose to the others, in tokens, float64 [batch].
+        """Return the part of its budget that a KV head or a layer cannot lose to others, in tokens, float64 [batch].
 
         Raises:
-            KvdslError: if the rate does not lie in 0..1.
+            KvdslError: if the ratio is not in 0..1.
         """
         return self.count(capacity * self.rate(rate))
 
     def rate(self, rate: Tensor | float) -> Tensor:
-        """The floor of those that share a budget, float64 [batch].
+        """Return the floor of a shared budget, a ratio, float64 [batch].
 
         Raises:
-            KvdslError: if it does not lie in 0..1.
+            KvdslError: if it is not in 0..1.
         """
         return self._share_of_one(rate, f"the floor of {self._policy}'s budgets")
 
     def check_decay(self, decay: Tensor | float) -> None:
-        """The decay of a moving average must be a share.
+        """Check the decay of a moving average.
 
         Raises:
-            KvdslError: if it does not lie in 0..1.
+            KvdslError: if it is not in 0..1.
         """
         self._share_of_one(decay, f"the decay of {self._policy}'s `ema`")
 
     def _share_of_one(self, value: Tensor | float, what: str) -> Tensor:
-        """The number of each row, which a row of padding need not have: float64 [batch]."""
+        """Return a ratio per row, float64 [batch], checked except in rows of padding only."""
         share = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
         outside = ~((share >= 0) & (share <= 1)) & (self.prompt > 0)
         if bool(outside.any()):
@@ -159,15 +160,15 @@ class Given:
         return share
 
     def check_fits(self, first: Tensor, last: Tensor, count: Tensor, keeps: str, *, selected: bool = False) -> None:
-        """What `keep first` and `keep last` protect must leave room for a candidate.
+        """Check that `keep first` and `keep last` fit.
 
         Args:
-            count: the tokens that the budget holds, or that are `selected`.
+            count: tokens in the budget, or tokens `selected`.
 
         Raises:
-            TooManyKeptError: if they protect more.
+            TooManyKeptError: if they protect more than `count`.
         """
-        excess = (first + last - count).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
+        excess = (first + last - count).masked_fill(self.prompt <= 0, -1.0)  # a row of padding only has no prompt to check
         worst = int(excess.argmax())
         if excess.flatten()[worst] > 0:
             protected, room = (float(x.expand_as(excess).flatten()[worst]) for x in (first + last, count))
@@ -179,7 +180,7 @@ class Given:
             raise TooManyKeptError(text, f"{mend} or protect fewer", mend_by_budget=not selected)
 
     def largest(self, *counts: Tensor | float) -> Tensor:
-        """The largest of some counts, float64 [batch]; 0 of none."""
+        """Return the largest of some counts, float64 [batch]; 0 if there are none."""
         found = self.count(0)
         for count in counts:
             found = torch.maximum(found, self.count(count))
@@ -187,7 +188,7 @@ class Given:
 
 
 def _between(low: float, high: float) -> str:
-    """In words, what lies between these."""
+    """Describe the range low..high in words."""
     if math.isinf(low) and math.isinf(high):
         return "a number"
     if math.isinf(high):
@@ -196,10 +197,10 @@ def _between(low: float, high: float) -> str:
 
 
 def random_seed(value: Any) -> int:
-    """The seed of `random()`, which has 32 bits.
+    """Return the seed of `random()`.
 
     Raises:
-        KvdslError: if it is no such number.
+        KvdslError: if it is not a whole number of 32 bits.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) < 2**32:
         raise KvdslError(f"`seed` is {value!r}; give a whole number in 0..{2**32 - 1}")
@@ -207,10 +208,10 @@ def random_seed(value: Any) -> int:
 
 
 def param(policy: str, name: str, value: Any) -> float | None:
-    """The param as a number of Python, of a budget an int for tokens and a float for a rate; None for the default.
+    """Return the param as a Python number, or None for its default. A budget is an int (tokens) or a float (a ratio).
 
     Raises:
-        KvdslError: if it is no finite number, or no budget.
+        KvdslError: if it is not a finite number, or not a valid budget.
     """
     if value is None:
         return None

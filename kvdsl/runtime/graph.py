@@ -1,8 +1,8 @@
 """A decode step in a graph of `torch.compile`.
 
-The torch backend is made of operations that a compiler can trace. The others call kernels with bare pointers, so their step is
-one operator, `kvdsl::decode`, which says what it reads and what it changes. Nothing that it is given differs from token to token,
-or from one cache of a policy to the next, but the contents of tensors: else the graph would be compiled anew.
+`torch.compile` can trace the torch backend. The other backends call kernels with bare pointers, so their step is one operator,
+`kvdsl::decode`, which declares the tensors that it reads and changes. Its other arguments are the same for every token and for every
+cache of a policy. Otherwise torch would recompile the graph.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _operators.define(
 
 
 def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
-    """One decoded token, [batch, 1, query_heads, value_dim], in a form that `torch.compile` can trace.
+    """Serve one decoded token in a form that `torch.compile` can trace. Returns [batch, 1, query_heads, value_dim].
 
     Args:
-        state: allocated, and not one that grows.
+        state: allocated, and of fixed size.
     """
     if isinstance(backend, TorchBackend):
         return backend.steps(state, call)
@@ -47,7 +47,7 @@ def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
 
 
 def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[Any, ...]:
-    """The operator's tensors, and who serves it."""
+    """Return the operator's positional arguments: the backend's name and the tensors."""
     held = state.tensors()
     changed, read = [held[name] for name in _changed(state)], [held[name] for name in _read(state)]
     work = [] if state.workspace is None else list(state.workspace.tensors.values())
@@ -56,7 +56,7 @@ def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[
 
 
 def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
-    """The operator's numbers, which stay what they are from token to token."""
+    """Return the operator's keyword arguments, which stay the same from token to token."""
     return {
         "workspace": [] if state.workspace is None else list(state.workspace.tensors),
         "rope": "" if call.rope is None else call.rope.name,
@@ -85,7 +85,7 @@ _served: dict[str, tuple[Backend, PolicySpec]] = {}
 
 
 def enlist(backend: Backend, spec: PolicySpec, dtype: torch.dtype) -> str:
-    """The name by which the operator finds the backend; the same for all that serve one policy in one dtype."""
+    """Register a backend under a name for the operator. All backends of the same policy and dtype share one name."""
     names = (f"{backend.name} {spec.stem} {dtype} {number}" for number in count())
     return next(name for name in names if _served.setdefault(name, (backend, spec))[1] == spec)
 

@@ -1,4 +1,4 @@
-"""How long things live: what goes along when an object is copied or pickled, who keeps whom alive, and tensors that outlive a forward."""
+"""Copying, pickling and weak links of objects in a cache, and tensors that outlive a forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Self = TypeVar("Self", bound="Linked")
 
 
 class Linked:
-    """`copy` takes everything along; `pickle` leaves None where `LINKS` are, for somebody to put them back."""
+    """Base of objects that refer to others. `copy` copies all attributes; `pickle` replaces those in `LINKS` by None, to be set again."""
 
     LINKS: ClassVar[tuple[str, ...]] = ()
 
@@ -35,20 +35,20 @@ class Linked:
 
 
 class Weakly(Generic[T]):
-    """Refers to something that others own. A copy refers to the copy, and what is pickled to what is loaded with it."""
+    """A weak reference that survives copying and pickling: the copy refers to the copied object."""
 
     def __init__(self, referent: T) -> None:
         self._reference = weakref.ref(referent)
 
     def __call__(self) -> T:
-        """What it refers to.
+        """Return the object.
 
         Raises:
-            ReferenceError: if its owner has gone.
+            ReferenceError: if its owner is gone.
         """
         found = self._reference()
         if found is None:
-            raise ReferenceError("the owner of what is asked for has gone")
+            raise ReferenceError("the owner of this object is gone")
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weakly[T]:
@@ -60,13 +60,13 @@ class Weakly(Generic[T]):
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """What is allocated in this block belongs to no graph and to no inference mode: written in one mode, it can be updated in any other."""
+    """Allocate ordinary tensors in this block, outside autograd and inference mode, so that any mode can update them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class once(Generic[T]):
-    """A method without arguments as an attribute: the object keeps what the first reading found."""
+    """A cached property: the object stores the first result under the method's name."""
 
     def __init__(self, find: Callable[[Any], T]) -> None:
         self.find = find
@@ -79,9 +79,9 @@ class once(Generic[T]):
     def __get__(self, owner: object, kind: type) -> T: ...
 
     def __get__(self, owner: object, kind: type) -> once[T] | T:
-        """Called only while the object has no attribute of that name: one of its own comes before the class's."""
+        """Compute and store the value. Later reads find the object's own attribute first."""
         if owner is None:
             return self
         found = self.find(owner)
-        owner.__dict__[self.find.__name__] = found  # not by setattr: a frozen object may keep it, too
+        owner.__dict__[self.find.__name__] = found  # setattr fails on a frozen object
         return found

@@ -1,4 +1,4 @@
-"""What a generated package tells the runtime about its policy."""
+"""The description of a policy that its generated package passes to the runtime."""
 
 from __future__ import annotations
 
@@ -28,53 +28,57 @@ class PolicySpec:
     Attributes:
         name: the published spelling, for messages.
         stem: the package's name.
-        params: the names of the policy's params, in the order of the constructor.
-        numbers: every number that the kernels or the runtime read per row, in the order of `SlotState.numbers`. The runtime
-            knows some by name. A policy that evicts has `capacity`, the tokens kept per KV head after a settle (inf in a layer
-            that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
-            lose to the others), `layer_floor` (likewise, of a layer's share), `head_floor` (a head's `floor` as a part of that
-            share) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `chooser` (the layer whose choice
-            this one attends to, -1 for none), `page`, `sketch_dims` and `sketch_every`; one whose slots lie in blocks unless its user
-            asks otherwise `block`, their size; every ring `size_<its name>`.
-            Counts are whole; sizes are at least 1.
-        resolve: from what the user gave to `numbers` by name, float64 [batch] each.
-        columns: names of the state columns of one number a slot.
-        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema`, `token`, `fold` or `prune`.
-        bounded: whether the policy ever evicts.
-        group: how a group's query heads are reduced: `mean`, `max` or `sum`; `each`: they are not, and every one selects for itself.
-        reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
-        torch_kernels: the generated torch functions (`kvdsl.runtime.torch.backend` documents them).
-        cpu_source: the generated C++ file; there is none where the policy has no C++ form.
-        triton_source: the generated Triton kernels, likewise.
-        rings: name and size (the name of a number) of every column that holds what the newest queries gave, one by one.
+        params: names of the policy's params, in the constructor's order.
+        numbers: names of all numbers that kernels or the runtime read per row, in the order of `SlotState.numbers`. Counts are whole,
+            sizes at least 1. The runtime uses these names:
+            `capacity`: tokens kept per KV head after a settle; inf in a layer that does not evict.
+            `trigger`, `slack`, `max_drop`, `prefill_block`: as in the language.
+            `floor`, `layer_floor`: tokens that a head, or a layer, cannot lose to others of a shared budget.
+            `head_floor`: a head's `floor` as a part of its layer's share.
+            `select`: tokens that a query attends to; inf in a layer that does not select. `page`, `sketch_dims`, `sketch_every`: as in
+            the language. `chooser`: the layer whose choice this one reuses, -1 for none.
+            `block`: slots per block, of a policy with blocks by default.
+            `size_<ring>`: the size of each ring.
+        resolve: computes `numbers` by name from the user's params, float64 [batch] each.
+        columns: names of the state columns with one number per slot.
+        column_rules: how each is updated: `sum`, `squares`, `max`, `min`, `last`, `ema`, `token`, `fold` or `prune`.
+        bounded: whether the policy evicts.
+        group: how the query heads of a GQA group are reduced: `mean`, `max` or `sum`; `each` if every one selects for itself.
+        reads_attention: whether the policy reads attention. If not, any attention implementation serves it.
+        torch_kernels: the generated torch functions, documented in `kvdsl.runtime.torch.backend`.
+        cpu_source: the generated C++ file; it does not exist if the policy has no C++ form.
+        triton_source: the generated Triton kernels; also may not exist.
+        rings: name and size (the name of a number) of every column that stores the newest queries one by one.
         when: the phase in which the policy evicts: `both`, `prefill` or `decode`.
-        victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
-        across: whether a layer's KV heads may keep unequally many tokens of one budget.
-        across_layers: how the layers share their budgets once all have seen the prompt: each gets `shares` by what it is worth, or
-            all heads of all layers are one `pool`; or not at all, the default.
-        heads_differ: whether the numbers of a layer's KV heads differ, because they read tensors; `resolve` gives [batch, kv_heads] each.
-        measures: whether the budget reads the data: `torch_kernels.budget` finds it at a settle, and it cannot exceed `capacity`.
-        counts: whether the number of selected tokens does: `torch_kernels.count`.
-        weighs: whether what it attends to counts by a weight: `torch_kernels.weight`.
-        overprotects: whether more tokens may be protected than the budget keeps, as by `keep where` and `keep top`.
+        victims: who agrees on victims: each KV head for itself (`own`), a layer's `heads`, or the heads of all `layers`.
+        across: whether the KV heads of a layer share a budget, so that they may keep different numbers of tokens.
+        across_layers: how layers share their budgets once all have seen the prompt: `shares` by worth, one `pool` of all heads, or
+            empty for not at all.
+        heads_differ: whether numbers differ by KV head because they read tensors; `resolve` then returns [batch, kv_heads].
+        measures: whether the budget depends on the cached data: `torch_kernels.budget` computes it at a settle, at most `capacity`.
+        counts: whether the number of selected tokens depends on the data: `torch_kernels.count`.
+        weighs: whether attention is weighted per token: `torch_kernels.weight`.
+        overprotects: whether `keep where` or `keep top` may protect more tokens than the budget.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
-        reuses: whether layers take over what another one's queries choose; `chooser` is its number then.
-        heads_vote: whether what a token attends to is chosen by what all KV heads of a layer find.
-        bounds_pages: whether kernels keep the smallest and largest key of every page, by which a token selects.
-        sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
+        reuses: whether layers reuse another layer's selection, named by the number `chooser`.
+        heads_vote: whether all KV heads of a layer together choose what a token attends to.
+        bounds_pages: whether kernels store the smallest and largest key of every page for the selection.
+        sketches: whether the policy reads a few dims of keys and queries, chosen again from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
-        rotates: whether an expression asks how keys are rotated. `reads_text`: whether the score reads all queries of the prompt.
-        rope_cached: whether a key's rotated half is kept beside it. block: how many slots lie together in a block, 0: they lie in
-            place; None: as the number `block` says, if there is one. kv_dtype: what keys and values are stored in. These are options of a
-            cache, and what a package has is their default.
-        vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
-        tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
-        supplied: the values of each token that the caller gives, and their defaults, None where there is none.
-        spans: what the caller marks, and the columns that say which tokens lie in it; of `supplied`, as is what the cache hears itself
-            of a token, `hears`.
-        settles_turns: whether tokens may leave when a turn ends.
-        torch_evicts: whether C++ decodes and torch evicts, because C++ lacks something of the score or of what protects.
+        rotates: whether an expression reads the key rotation.
+        reads_text: whether the score reads all queries of the prompt.
+        rope_cached: whether a key's rotated half is stored beside it. A cache's option may override this and the next two.
+        block: slots per block; 0 for contiguous slots; None for the number `block`, if the policy has it.
+        kv_dtype: the storage dtype of keys and values, or `model`.
+        vectors: whether torch kernels compute per query, slot and dim, so that they must take fewer queries at once.
+        tensors: the tensors that the policy reads from files, or None.
+        tensors_of_values: whether these tensors' dims are those of values.
+        supplied: names of per-token values from the caller with their defaults; None for no default.
+        spans: spans that the caller marks, and the column of `supplied` that says which tokens lie in each.
+        `hears`: names in `supplied` that the cache itself fills in.
+        settles_turns: whether the policy may evict when a turn ends.
+        torch_evicts: whether C++ decodes and torch evicts, because C++ lacks an operation of the score or of `keep`.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -125,32 +129,32 @@ class PolicySpec:
 
     @property
     def reads_chats(self) -> bool:
-        """Whether it asks what only a cache is told: spans of the text, and turns."""
+        """Whether the policy reads what only a cache receives: spans and turns."""
         return bool(self.spans or self.hears or "turns" in self.numbers)
 
     @property
     def observes(self) -> bool:
-        """Whether there is a column that what queries give is folded into, a block of them at once."""
+        """Whether a column accumulates over queries, a block of queries at a time."""
         return bool(self.rings or set(self.column_rules) - {"token", "fold", "prune"})
 
     @property
     def remembers_prompts(self) -> bool:
-        """Whether rings tell of the queries of the prompt that is being read; see `kvdsl.ir.nodes.Policy`."""
+        """Whether rings hold queries of the current prompt only; see `kvdsl.ir.nodes.Policy`."""
         return self.when == "prefill" and not self.selects
 
     @property
     def forgets(self) -> bool:
-        """Whether all that it knows of queries goes with the prompt that they are of."""
+        """Whether everything stored about queries is discarded with their prompt."""
         return self.remembers_prompts and bool(self.rings) and set(self.column_rules) <= {"token"}
 
     @property
     def agreement(self) -> str | None:
-        """What the KV heads of a layer decide together, as a verb and what follows; None if each decides by itself."""
+        """What a layer's KV heads decide together, for messages; None if each decides for itself."""
         if self.across or self.across_layers:
             return "share a budget"
         if self.victims != "own":
-            return "agree on who leaves"
-        return "choose together what to attend to" if self.heads_vote else None
+            return "agree on victims"
+        return "select tokens together" if self.heads_vote else None
 
     @property
     def in_blocks(self) -> bool:
@@ -158,17 +162,17 @@ class PolicySpec:
         return "block" in self.numbers if self.block is None else self.block > 0
 
     def laid_out(self, storage: str | None = None, rope: str | None = None, kv_dtype: str | None = None) -> PolicySpec:
-        """The policy in a cache that lies in memory as these options say; None: as it does.
+        """Return the policy with these options of memory layout; None keeps the policy's own.
 
         Raises:
-            KvdslError: if an option says nothing that there is, or nothing that this policy can have.
+            KvdslError: if an option is unknown or does not fit the policy.
         """
         block = self.block if storage is None else slots_of_a_block(storage)
         cached = self.rope_cached if rope is None else keeps_halves(rope, self.name, compact=self.compact)
         return self.with_memory((block, cached, rounds_to(kv_dtype or self.kv_dtype, self.name, halves=cached)))
 
     def without(self, target: str) -> str:
-        """Why there are no kernels for `cpu` or `triton`, what that costs, and what to write instead, as the package's manifest says."""
+        """Return why the package has no kernels for `cpu` or `triton`, what that costs and what to do, as its manifest says."""
         try:
             manifest = json.loads(self.cpu_source.with_name("manifest.json").read_text(encoding="utf-8"))
             return str(manifest["without"][target])
@@ -177,11 +181,11 @@ class PolicySpec:
 
     @property
     def memory(self) -> Memory:
-        """`block`, `rope_cached` and `kv_dtype`: how a cache lies in memory."""
+        """The options of memory layout: `block`, `rope_cached` and `kv_dtype`."""
         return self.block, self.rope_cached, self.kv_dtype
 
     def with_memory(self, memory: Memory) -> PolicySpec:
-        """The policy in a cache that lies so."""
+        """Return the policy with this `memory`."""
         block, cached, kv_dtype = memory
         return self if memory == self.memory else replace(self, block=block, rope_cached=cached, kv_dtype=kv_dtype)
 

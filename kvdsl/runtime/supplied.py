@@ -1,4 +1,4 @@
-"""What the caller gives of each token, the policy's `given` lines: checked, and as backends read it."""
+"""Per-token values from the caller (the policy's `input` lines): checks, and the tensor that backends read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def supplied_of(spec: PolicySpec, call: AttentionCall) -> Tensor:
-    """What is given of a call's tokens, float32 [values, batch, kv_heads, tokens], contiguous: the defaults where nothing is.
+    """Return a call's per-token values, float32 [values, batch, kv_heads, tokens], contiguous. If the call has none, use the defaults.
 
     Raises:
-        KvdslError: if something has no default.
+        KvdslError: if a value is missing and has no default.
     """
     if call.supplied is not None:
         return call.supplied.contiguous()
@@ -35,17 +35,17 @@ def in_rows(
     head_offset: int = 0,
     processes: int = 1,
 ) -> Tensor:
-    """The values of some tokens as one tensor, float32 [values, batch, kv_heads, tokens], in the order of the policy's lines.
+    """Stack per-token values in the order of the policy's lines, float32 [values, batch, kv_heads, tokens].
 
     Args:
-        values: by name, [batch, kv_heads or 1, tokens] each; what is missing is its default.
-        key: of these tokens, [batch, kv_heads, tokens, any].
+        values: by name, [batch, kv_heads or 1, tokens] each. Missing ones take their default.
+        key: the tokens' keys, [batch, kv_heads, tokens, any].
         layer: for messages.
-        head_offset, processes: over how many processes the layer's KV heads are spread, and which is the first one here. Values of all of
-            them are understood, too.
+        head_offset, processes: this process's first KV head, and the number of processes that share the layer's heads. Values may
+            cover the heads of all processes.
 
     Raises:
-        KvdslError: if something is missing that has no default, or if a value is of another kind or shape.
+        KvdslError: if a value is missing and has no default, or has a wrong kind or shape.
     """
     batch, kv_heads, tokens, _ = key.shape
     made = torch.empty(len(spec.supplied), batch, kv_heads, tokens, dtype=torch.float32, device=key.device)
@@ -74,14 +74,14 @@ def _check_shape(spec: PolicySpec, name: str, value: Tensor, wanted: tuple[int, 
 
 
 def check(spec: PolicySpec, name: str, value: Any) -> None:
-    """Raise KvdslError unless a value is a tensor of floats of three axes."""
+    """Raise KvdslError unless the value is a float tensor with three axes."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != 3:
         what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise KvdslError(f"`{name}` of {spec.name} is {what}; give a float tensor [batch, KV heads or 1, new tokens]")
 
 
 def refuse_unknown(spec: PolicySpec, name: str) -> None:
-    """Raise KvdslError for a value that the policy does not ask for."""
+    """Raise KvdslError for a value that the policy does not read from the caller."""
     names = [known for known, _ in spec.supplied if known not in (*dict(spec.spans), *spec.hears)]
     if name not in names:
         asks = f"it asks for {', '.join(f'`{known}`' for known in names)}" if names else "it asks its caller for nothing"
@@ -89,7 +89,7 @@ def refuse_unknown(spec: PolicySpec, name: str) -> None:
 
 
 def missing(spec: PolicySpec, name: str, layer: int) -> str:
-    """What to do where nothing is given."""
+    """Return the message for a value that is missing."""
     return (
         f"`{name}` of {spec.name} is given by the caller, and nothing was given for layer {layer}: construct the cache with a function, "
         f"`{spec.name}Cache(model, {name}=f)`, where `f(module, hidden_states)` returns a tensor [batch, KV heads or 1, new tokens]; call "

@@ -1,4 +1,4 @@
-"""What a policy's `tensor` lines read: a file beside the generated package, and of it the rows of one layer."""
+"""The tensors of a policy's `tensor` lines: a file beside the generated package, and the rows of one layer in it."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True)
 class Constants:
-    """What a policy's tensors have for some KV heads of a layer.
+    """The policy's tensors for some KV heads of a layer.
 
     Attributes:
-        values: by name, float32 [kv_heads, dim] each, of a matrix [kv_heads, rank, dim].
+        values: by name, float32 [kv_heads, (group,) (rank,) dim].
     """
 
     values: Mapping[str, Tensor]
 
     def scalar(self, name: str) -> Tensor:
-        """What a tensor without dims has: [1, kv_heads, 1, 1]."""
+        """Return a tensor without dims, [1, kv_heads, 1, 1]."""
         return self.values[name][None, :, :1, None]
 
     def of_head(self, name: str) -> Tensor:
-        """The same as a number that tokens are counted by: float64 [1, kv_heads, 1]."""
+        """Return a tensor without dims as a count of tokens, float64 [1, kv_heads, 1]."""
         return self.values[name][None, :, :1].double()
 
     def vector(self, name: str) -> Tensor:
-        """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
+        """Return a tensor with dims, broadcast over queries and slots: [1, kv_heads, 1, 1, dim]."""
         return self.values[name][None, :, None, None]
 
     def vectors(self, name: str) -> Tensor:
-        """What a tensor has of each query head, with room for queries and slots: [1, kv_heads, group, 1, 1, dim]."""
+        """Return a tensor with dims per query head, broadcast over queries and slots: [1, kv_heads, group, 1, 1, dim]."""
         return self.values[name][None, :, :, None, None]
 
     def project_group(self, name: str, x: Tensor) -> Tensor:
-        """A vector, [batch, kv_heads, group or 1, queries, slots, dim], over the rank of each query head's matrix."""
+        """Multiply a vector, [batch, kv_heads, group or 1, queries, slots, dim], by each query head's matrix: last axis `rank`."""
         return x.float() @ self.values[name][None, :, :, None].transpose(-1, -2)
 
     def project(self, name: str, x: Tensor) -> Tensor:
-        """A vector, [batch, kv_heads, ..., dim], over the rank of a tensor: [batch, kv_heads, ..., rank]."""
+        """Multiply a vector, [batch, kv_heads, ..., dim], by a matrix: [batch, kv_heads, ..., rank]."""
         return torch.einsum("bh...d,hrd->bh...r", x.float(), self.values[name])
 
 
@@ -61,8 +61,8 @@ class Tensors:
 
     Attributes:
         path: the file beside the package.
-        sha256: its digest when the package was made, in hexadecimal digits.
-        tensors: name, axes and the file that it came from, each; in the order of `rows`.
+        sha256: its digest when the package was generated, in hexadecimal.
+        tensors: each tensor's name, axes and original file, in the order of `rows`.
     """
 
     path: Path
@@ -71,25 +71,26 @@ class Tensors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names, in the order of `rows`."""
+        """Names, in the order of `rows`."""
         return tuple(name for name, _, _ in self.tensors)
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Raise KvdslError unless a model of these sizes, by axis, is what the tensors were made for; or if the file is another."""
+        """Raise KvdslError if the tensors do not fit a model of these sizes (by axis), or if the file has changed."""
         stored = _read(self)
         for name, axes, file in self.tensors:
             check_sizes(name, axes, stored[name].shape, sizes, file)
 
     def rows(self, layer: int, sizes: Mapping[str, int], heads: slice) -> Tensor:
-        """What some KV heads of a layer read, float32 [rows, heads, dims]; of a tensor without dims the same for all of them.
+        """Return the rows that some KV heads of a layer read, float32 [rows, heads, dims].
 
-        A tensor has a row, and a matrix one for each of its `rank`; with a `group` each query head has so many.
+        A tensor has one row, a matrix one per `rank`; with a `group` axis, as many per query head. A tensor without dims repeats
+        its number.
 
         Args:
-            sizes: of the model, by axis.
+            sizes: the model's, by axis.
 
         Raises:
-            KvdslError: if the model is not what the tensors were made for, or if the file is another than it was.
+            KvdslError: if the tensors do not fit the model, or if the file has changed.
         """
         self.check(sizes)
         made = torch.empty(sum(self.ranks), heads.stop - heads.start, sizes["dims"], dtype=torch.float32)
@@ -101,16 +102,16 @@ class Tensors:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """How many of `rows` each has. Known once rows were made, so that a compiled step reads no file."""
+        """The number of `rows` of each tensor. Cached, so that a compiled step reads no file."""
         return [_values(self, name).shape[2] * _values(self, name).shape[4] for name in self.names]
 
     @cached_property
     def groups(self) -> list[int]:
-        """How many query heads each has rows for; 1 where these share them."""
+        """The number of query heads with rows of their own, per tensor; 1 if they share them."""
         return [_values(self, name).shape[2] for name in self.names]
 
     def by_name(self, rows: Tensor) -> dict[str, Tensor]:
-        """What each has of such rows, [heads, (group,) (rank,) dims]."""
+        """Split `rows` into tensors by name, [heads, (group,) (rank,) dims] each."""
         found = {}
         for (name, axes, _), part, group in zip(self.tensors, rows.split(self.ranks), self.groups, strict=True):
             own = part.unflatten(0, (group, -1)).movedim(2, 0)
@@ -119,7 +120,7 @@ class Tensors:
         return found
 
     def numbers(self, layer: int, heads: slice) -> dict[str, Tensor]:
-        """What those without dims have for some KV heads of a layer, by name: float64 [heads], or [1] where it is the same for all."""
+        """Return the tensors without dims for some KV heads of a layer, by name: float64 [heads], or [1] if all share the number."""
         found = {}
         for name, axes, _ in self.tensors:
             if "dims" not in axes:
@@ -130,7 +131,7 @@ class Tensors:
 
 @lru_cache(maxsize=8)
 def _read(tensors: Tensors) -> dict[str, Stored]:
-    """All of them, of the file that there was."""
+    """Read the file, if it still has the digest of the package."""
     try:
         found = hashlib.sha256(tensors.path.read_bytes()).hexdigest()
     except OSError as error:
@@ -142,7 +143,7 @@ def _read(tensors: Tensors) -> dict[str, Stored]:
 
 @lru_cache(maxsize=64)
 def _values(tensors: Tensors, name: str) -> Tensor:
-    """One of them, float32 [layers, heads, group, dims, rank], of size 1 along an axis that it lacks.
+    """Return a tensor as float32 [layers, heads, group, dims, rank], with size 1 along axes that it lacks.
 
     Raises:
         KvdslError: if it has a number that is not finite.
@@ -152,7 +153,7 @@ def _values(tensors: Tensors, name: str) -> Tensor:
     flat = torch.frombuffer(bytearray(stored.data), dtype=_DTYPES[stored.dtype]) if stored.data else torch.empty(0)
     values = flat.view(stored.shape).float()
     if not values.isfinite().all():
-        raise KvdslError(f"`{name}` in `{file}` has numbers that are infinite or none (NaN)")
+        raise KvdslError(f"`{name}` in `{file}` has infinite numbers or NaN")
     values = values.permute([axes.index(axis) for axis in AXES if axis in axes])
     for place, axis in enumerate(AXES):
         if axis not in axes:

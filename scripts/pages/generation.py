@@ -1,4 +1,4 @@
-"""The made parts of docs/performance/models.md: whole models, from the prompt to the last token."""
+"""The made parts of docs/records/models.md: whole models, from the prompt to the last token."""
 
 from __future__ import annotations
 

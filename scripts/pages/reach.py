@@ -66,7 +66,7 @@ def reach_page() -> str:
         f"Of the {agreements.total()} policies that are a paper's method exactly, the authors' code does the same in {agreements['same']} "
         f"cases and under the named conditions in {agreements['same with']}; it differs in {agreements['differs:']}, was not released for "
         f"{agreements['none released']}, and was not compared with {agreements[NOT_COMPARED]}, {compared} of them with kvpress's press "
-        "instead. [What the code really does](authors_code.md) has more.\n",
+        "instead. [What the code really does](records/authors_code.md) has more.\n",
         "## Exactly\n",
         table(("method", "year", "policy", "the authors' code", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
         "## Approximately\n",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How long commands take from start to end: interleaved rounds, processor and wall time, as a table for docs/performance/commands.md.
+"""How long commands take from start to end: interleaved rounds, processor and wall time, as a table for docs/records/commands.md.
 
 scripts/timing/startup.py --python ENVIRONMENT/bin/python
 

@@ -89,9 +89,7 @@ def test_sizes_that_settings_do_not_name_are_tried(capsys: Capture) -> None:
 def test_no_text_at_all_is_said(capsys: Capture) -> None:
     lines = "param budget = 64 in 50..100", "score mean(attn)", "score -mean(attn)"
     one, other = write("one.kv", lines[0], lines[1]), write("other.kv", lines[0], lines[2])
-    assert (
-        "No text was tried: their protected tokens or budgets fit no small text." in run(capsys, "diff", one, other).out
-    )
+    assert "No text was tried: their protected tokens or budgets fit no small text." in run(capsys, "diff", one, other).out
 
 
 def test_what_has_no_order_makes_no_difference(capsys: Capture) -> None:

@@ -292,7 +292,12 @@ def test_html_of_a_code(capsys: Capture) -> None:
             [64, 256],
             [33024, 132096],
         ),
-        ("where(w > 0.5, 64, everything)", "64 tokens or every token per KV head, chosen by w, after eviction", [64, None], [33024, None]),
+        (
+            "where(w > 0.5, 64, everything)",
+            "64 tokens or every token per KV head, chosen by w, after eviction",
+            [64, None],
+            [33024, None],
+        ),
         ("where(w > 0.9, 8, where(w > 0.5, 64, 64))", "8 tokens or 64 tokens per KV head", [8, 64], [4128, 33024]),
         ("1000 * w", "1000 * w tokens per KV head, chosen by w, after eviction", [None], [None, None]),
         ("small", "small tokens per KV head, chosen by w, after eviction", [None], [None, None]),
@@ -332,10 +337,7 @@ def test_layers_that_share(capsys: Capture) -> None:
             0
         ].split()
     )
-    assert (
-        "all layers and heads share their budgets after the prompt, each head 0.5 of its budget at least"
-        in shown
-    )
+    assert "all layers and heads share their budgets after the prompt, each head 0.5 of its budget at least" in shown
 
 
 def test_heads_that_vote(capsys: Capture) -> None:

@@ -137,7 +137,7 @@ def test_figures_are_those_that_were_measured() -> None:
 
 
 def test_the_servers_figures_are_those_that_were_measured() -> None:
-    shown = rows("docs/performance/serving.md", "Measure your own")
+    shown = rows("docs/records/serving.md", "Measure your own")
     found = []
     short = measured("vllm_bench_400.json")
     long = [row for row in measured("vllm_bench_1024.json") if row["prompt"] == 2000]
@@ -162,14 +162,14 @@ def test_what_is_said_of_request_rates_is_what_was_measured() -> None:
             "all at once" if rate == "inf" else rate, name, f"{row['output_throughput']:.0f}",
             f"{first:.{1 if first >= 1 else 2}f}", f"{row['median_tpot_ms']:.0f}", f"{row['request_goodput']:.2f}",
         ]  # fmt: skip
-        assert f"| {' | '.join(cells)} |" in read("docs/performance/serving.md")
+        assert f"| {' | '.join(cells)} |" in read("docs/records/serving.md")
 
 
 def test_what_is_said_of_long_prompts_is_what_was_measured() -> None:
     speed = {row["contestant"]: row["output_throughput"] for row in measured("vllm_bench_6000.json")}
     share = {name: speed[name] / speed["full"] for name in ("h2o", "streaming_llm")}
     said = f"H2O reaches {share['h2o']:.2f}× full attention's throughput and StreamingLLM {share['streaming_llm']:.2f}×"
-    assert said in " ".join(read("docs/performance/serving.md").split())
+    assert said in " ".join(read("docs/records/serving.md").split())
 
 
 def test_the_engines_figures_are_those_that_were_measured() -> None:
@@ -186,7 +186,7 @@ def test_the_engines_figures_are_those_that_were_measured() -> None:
             f"{row['prompt']:,} / {row['new']}", names.get(contestant, f"vLLM, `{contestant}`"), f"{speed:.0f}",
             "" if contestant == "full" else f"{speed / whole:.2f}", "" if first is None else f"{first / 1000:.1f}",
         ])  # fmt: skip
-    assert rows("docs/performance/serving.md", "Beside OpenVINO GenAI") == found
+    assert rows("docs/records/serving.md", "Beside OpenVINO GenAI") == found
 
 
 def lines_of(file: str) -> list[dict[str, Any]]:

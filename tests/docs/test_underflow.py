@@ -1,4 +1,4 @@
-"""E1 (docs/underflow.md) on the reference model in fp16: tokens whose squares vanish there have a deviation here, the smallest."""
+"""E1 (docs/records/underflow.md) on the reference model in fp16: tokens whose squares vanish there have a deviation here, the smallest."""
 
 from __future__ import annotations
 

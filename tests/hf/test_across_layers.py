@@ -137,5 +137,5 @@ def test_a_layer_by_itself_is_refused(how: str) -> None:
         prompts.refuse(spec)
     key = torch.zeros(1, 2, 20, 8)
     call = AttentionCall(key, key, key, None, 0.5)
-    with pytest.raises(KvdslError, match="share a budget, but layer 1 is asked alone"):
+    with pytest.raises(KvdslError, match="share a budget, but layer 1 settles alone"):
         TorchBackend().prefill(slot_state(spec, {"budget": None}, layer=1, layers=4), call)

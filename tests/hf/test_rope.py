@@ -326,7 +326,7 @@ def test_a_forward_that_fails_is_a_reason() -> None:
             raise RuntimeError("out of order")
 
     broken.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(KvdslError, match="looking at its keys failed with RuntimeError: out of order"):
+    with pytest.raises(KvdslError, match="reading its keys failed with RuntimeError: out of order"):
         ropes(broken)
 
 
@@ -361,7 +361,7 @@ def test_queries_that_are_scaled_by_their_position(dtype: torch.dtype) -> None:
     scaled = scaling(1e-4, zoo.make("Llama")).to(dtype)
     assert None not in ropes(scaled).values()
     with pytest.raises(
-        KvdslError, match=r"it scales queries by their place in the text in layer 1.*use `positions original`"
+        KvdslError, match=r"it scales queries by their position in the text in layer 1.*use `positions original`"
     ):
         ropes(scaled, moves_queries=True)
 
@@ -379,7 +379,7 @@ def test_a_model_that_scales_its_queries(begins: int) -> None:
     """Also where the scale begins behind the last position that the model has."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": begins}
     scaled = zoo.make("Ministral3", sliding_window=None, rope_parameters={**rope, "llama_4_scaling_beta": 0.5})
-    with pytest.raises(KvdslError, match="it scales queries by their place in the text"):
+    with pytest.raises(KvdslError, match="it scales queries by their position in the text"):
         policies.cache_class("streaming_llm")(scaled, budget=12)
     policies.cache_class("window")(scaled, budget=12)
     plain = zoo.make("Ministral3", sliding_window=None, rope_parameters={**rope, "llama_4_scaling_beta": 0.0})

@@ -133,7 +133,7 @@ def configuration(**asked: Any) -> Any:
         (H2O, {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "leave context parallelism out"),
         (H2O, {"prefill_context_parallel_size": 2}, "leave context parallelism out"),
         (H2O, {"use_ubatching": True}, "serves one batch at a time"),
-        (AGREED, {"tensor_parallel_size": 2}, "agree on who leaves, but tensor parallelism spreads them over 2 processes"),
+        (AGREED, {"tensor_parallel_size": 2}, "agree on victims, but tensor parallelism spreads them over 2 processes"),
     ],
 )
 def test_what_is_not_served_beside_a_policy(policy: str, asked: dict[str, Any], why: str) -> None:

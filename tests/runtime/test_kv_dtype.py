@@ -115,7 +115,7 @@ def test_what_is_refused(folder: Path) -> None:
         spec.laid_out(kv_dtype="int3")
     with pytest.raises(KvdslError, match="leave `rope` out"):
         kvdsl.load("streaming_llm").spec.laid_out(rope="cached", kv_dtype="int8")
-    with pytest.raises(KvdslError, match=r"C\+\+ kernels choose what a token attends to by keys in the model's dtype"):
+    with pytest.raises(KvdslError, match=r"C\+\+ kernels select tokens by keys in the model's dtype"):
         choose(kvdsl.load("quest").spec.laid_out(kv_dtype="int8"), "cpu", cpu, torch.float32)
     odd = spec.laid_out(kv_dtype="int4")
     with pytest.raises(KvdslError, match="packs dims in pairs, and the model's vectors have 7; give `int8`"):

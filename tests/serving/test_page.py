@@ -12,7 +12,7 @@ from kvdsl_lab.serving.machine import Machine, Work, fitted
 from scripts.serving.vllm_simulate import H100, LLAMA, constants, table
 from tests.docs.pages import read
 
-PAGE = "docs/performance/capacity.md"
+PAGE = "docs/records/capacity.md"
 
 
 def result(name: str) -> Any:
@@ -52,12 +52,12 @@ def test_what_the_page_says_in_words() -> None:
         {name: rows[traffic, None, name] for name in ("full", "h2o 256")} for traffic in ("conversation", "long answers")
     )
     said = (
-        f"come {short['h2o 256']['throughput'] / short['full']['throughput']:.2f}× faster",
+        f"throughput is {short['h2o 256']['throughput'] / short['full']['throughput']:.2f}× that",
         f"{long['h2o 256']['throughput']:,.0f} tokens a second against {long['full']['throughput']:,.0f}",
-        f"{long['full']['preemptions']:,} times",
-        f"at {long['h2o 256']['at_once'][0]:,.0f} requests at once",
+        f"preempted {long['full']['preemptions']:,}",
+        f"at {long['h2o 256']['at_once'][0]:,.0f} requests",
         f"a token {1e3 * long['h2o 256']['tpot'][0]:.0f} ms",
-        f"{long['h2o 256']['at_once'][1]:,} had a place at most: 435 GB hold {long['h2o 256']['blocks'] - 1:,} pages",
+        f"at most {long['h2o 256']['at_once'][1]:,} were in the cache: 435 GB hold {long['h2o 256']['blocks'] - 1:,} pages",
     )
     for words in said:
         assert words in text, words

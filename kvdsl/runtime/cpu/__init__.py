@@ -1,1 +1,1 @@
-"""The C++ backend: the fused decode step. `include/` is what a policy's kernels see, `src/` the driver that all are linked with."""
+"""The C++ backend: a fused decode step. `include/` has the interface for policies' kernels, `src/` the driver that all link with."""

@@ -1,6 +1,7 @@
-// One token behind the prompt of each of some requests. It attends to the prompt, in blocks that others may share, and then takes the policy's step
-// over the answer's slots, to which the prompt is a sink: its log-sum-exp joins the softmax, so that the policy observes the
-// probabilities that the token gives among all, and what the prompt says joins the output.
+// One decoded token behind the prompt of each of several requests. The token attends to the prompt, whose blocks
+// requests may share, and takes the policy's step over the answer's slots. There the prompt acts as a sink: its
+// log-sum-exp joins the softmax denominator, so the policy observes true probabilities, and the prompt's part is added
+// to the output.
 #include <kvdsl/args.hpp>
 #include <kvdsl/dtype.hpp>
 
@@ -13,23 +14,23 @@
 
 using namespace kvdsl;
 
-// Mirrored in answers.py, which says more. A block has for each KV head its keys, then its values. A request's row of the table has the blocks of its
-// prompt, the block of its answer's state, and those of its answer.
+// Mirrored in answers.py. A block holds for each KV head its keys, then its values. A request's row of the table lists
+// the blocks of its prompt, the block of its answer's state, and the blocks of its answer.
 struct Answers {
   int (*decode)(const DecodeArgs*);
-  const DecodeArgs* plan;  // what is the same for all requests
+  const DecodeArgs* plan;  // the arguments that all requests share
   char* blocks;            // the layer's
   const int32_t* table;    // [requests, table_stride]
-  const int64_t* row;      // [count] the token among the vectors below
-  const int64_t* request;  // [count] its request's row of the table
-  const int64_t* place;    // [count] its place in the request's text
-  const int64_t* prompt;   // [count] tokens of the request's prompt
-  const float* sinks;      // [Hq] or null: the layer's own, which join the prompt's sums
+  const int64_t* row;      // [count] the token's row in the vectors below
+  const int64_t* request;  // [count] the request's row of the table
+  const int64_t* place;    // [count] the token's position in the text
+  const int64_t* prompt;   // [count] tokens in the prompt
+  const float* sinks;      // [Hq] or null: learned logits that join the prompt's sums
   const char *query, *key, *value;
   char* out;
   int64_t query_stride, key_stride, value_stride, out_stride;  // bytes from token to token
   int64_t table_stride, block_bytes, head_bytes;
-  int64_t position_at, state_at, seen_at;  // bytes, in the block of the answer's state
+  int64_t position_at, state_at, seen_at;  // bytes into the block of the answer's state
   int32_t count, block_size, dtype, threads;
 };
 
@@ -39,7 +40,7 @@ const Dtype& dtype_of(int code) { return code == 0 ? float32 : code == 1 ? bfloa
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What the tokens' query heads find in their prompts: the sums' logarithms, [count, Hq], and what they attend to, [count, Hq, stride].
+// Attention to the prompts: log-sum-exps, [count, Hq], and outputs, [count, Hq, stride].
 struct Found {
   std::vector<float> lse, out;
   int64_t stride;
@@ -51,7 +52,7 @@ struct Work {
   std::vector<int64_t> table;
 };
 
-// The query heads of KV head h of token i.
+// Attends to the prompt for the query heads of KV head h of token i.
 void attend_to_prompt(const Answers& a, int i, int h, Found& found, Work& w) {
   const DecodeArgs& p = *a.plan;
   const Dtype& type = dtype_of(a.dtype);
@@ -104,7 +105,7 @@ int step(const Answers& a, int i, const Found& found, Work& w) {
   args.position = reinterpret_cast<int32_t*>(state + a.position_at);
   args.state = reinterpret_cast<float*>(state + a.state_at);
   args.seen = reinterpret_cast<int32_t*>(state + a.seen_at);
-  if (a.place[i] == prompt) {  // the answer begins: nothing of whoever had the blocks before is seen
+  if (a.place[i] == prompt) {  // the answer begins: clear what an earlier request left
     std::fill_n(args.position, int64_t{args.kv_heads} * args.slots, -1);
     *args.seen = prompt;
   }

@@ -1,4 +1,4 @@
-"""One decode step of many requests in one call: prompts lie whole in blocks that requests may share, the policy keeps the answers."""
+"""A decode step of many requests in one call. Prompts stay whole in blocks that requests may share; the policy evicts from answers only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SOURCE = Path(__file__).with_name("answers.cpp")
 
 
-class _Told(ctypes.Structure):
-    """Mirrors `Answers` of answers.cpp field by field."""
+class _Call(ctypes.Structure):
+    """The struct `Answers` of answers.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -36,15 +36,15 @@ class _Told(ctypes.Structure):
 
 
 class Answers:
-    """Those of one layer.
+    """The answers of one layer.
 
     Args:
-        kernel: the address of the policy's function that decodes.
-        args: its arguments for an answer's slots, without the addresses.
-        blocks: [blocks, kv_heads, 2, tokens of a block, dim] contiguous: keys and values. A request's blocks are those of its prompt, one
-            for what is remembered of its answer, and those of its slots.
-        places: where in that one `position`, `columns` and `seen` begin, in bytes; one without columns has none.
-        sinks: the layer's own, [query_heads].
+        kernel: address of the policy's decode function.
+        args: its arguments for an answer's slots, without addresses.
+        blocks: [blocks, kv_heads, 2, block size, dim] contiguous: keys and values. A request has the blocks of its prompt, one block for
+            its answer's state, and the blocks of its answer's slots.
+        places: byte offsets of `position`, `columns` (if any) and `seen` in the state's block.
+        sinks: the layer's learned sinks, [query_heads].
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Answers:
             stride[:] = (0, dim, 0)
         self._dim, self._args = dim, args
         self._sinks = None if sinks is None else sinks.float().contiguous()
-        self._told = _Told(
+        self._call = _Call(
             decode=kernel.value, plan=ctypes.addressof(args), blocks=blocks.data_ptr(), block_bytes=heads * head_bytes,
             head_bytes=head_bytes, position_at=places["position"], state_at=places.get("columns", 0), seen_at=places["seen"],
             block_size=size, dtype=DTYPES.index(blocks.dtype), sinks=address(self._sinks),
@@ -67,34 +67,33 @@ class Answers:
     def decode_rows(
         self, table: Tensor, which: tuple[Tensor, Tensor, Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, out: Tensor
     ) -> None:  # fmt: skip
-        """One token of each of some requests.
+        """Decode one token of each of several requests.
 
         Args:
-            table: int32 [requests, blocks], each one's blocks in order.
-            which: int64 [tokens] each, contiguous: where the tokens are among the vectors, their requests' rows of the table, their places
-                in the texts, and how many tokens the prompts have.
-            query, key, value: [tokens, heads, dim], a token's heads one after the other.
-            out: gets the attention, [tokens, query_heads, dim].
+            table: int32 [requests, blocks], each request's blocks in order.
+            which: int64 [tokens] each, contiguous: rows of the vectors, rows of the table, positions in the texts, and prompt lengths.
+            query, key, value: [tokens, heads, dim], contiguous per token.
+            out: receives the attention, [tokens, query_heads, dim].
 
         Raises:
             KvdslError: if an answer's blocks do not hold its earlier tokens.
         """
-        told = self._told
+        call = self._call
         for name, x in zip(("query", "key", "value", "out"), (query, key, value, out), strict=True):
             if x.stride(2) != 1 or x.stride(1) != self._dim:
-                raise ValueError("a token's heads must lie one after the other")
-            setattr(told, name, x.data_ptr())
-            setattr(told, f"{name}_stride", x.stride(0) * x.element_size())
+                raise ValueError("a token's heads must be contiguous")
+            setattr(call, name, x.data_ptr())
+            setattr(call, f"{name}_stride", x.stride(0) * x.element_size())
         for name, numbers in zip(("row", "request", "place", "prompt"), which, strict=True):
-            setattr(told, name, numbers.data_ptr())
-        told.table, told.table_stride, told.count = table.data_ptr(), table.stride(0), len(which[0])
-        told.threads = torch.get_num_threads()
-        check(library()(ctypes.byref(told)))
+            setattr(call, name, numbers.data_ptr())
+        call.table, call.table_stride, call.count = table.data_ptr(), table.stride(0), len(which[0])
+        call.threads = torch.get_num_threads()
+        check(library()(ctypes.byref(call)))
 
 
 @lru_cache
 def library() -> Any:
-    """What takes the step, built now if it has not been."""
+    """Return the driver's function, built at the first call."""
     from kvdsl.build.cxx import kernel_library, open_library
 
     return open_library(partial(kernel_library, _SOURCE, "answers"), "answers").kvdsl_answer

@@ -1,4 +1,4 @@
-"""The C++ backend: one fused call a decode step, and one for a prompt's attention and what is observed of it."""
+"""The C++ backend: one fused call per decode step, and one per prompt for attention and observation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvdsl.runtime.torch.prompt import Prompt
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 TILE = 32
-"""`block` of src/attend.hpp: slots of a tile of the sketch."""
+"""`block` of src/attend.hpp: slots per tile of a sketch."""
 
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of src/laps.hpp."""
@@ -41,21 +41,21 @@ class CpuBackend:
     """Serves one policy's layers on a CPU.
 
     Raises:
-        KvdslError: if the policy has no C++, nothing can build it, or the tensors are not on a CPU in a dtype it knows.
+        KvdslError: if the policy has no C++, it cannot be compiled, or the device or dtype is not supported.
     """
 
     name = "cpu"
     seconds: Tensor | None = None
-    """Where to add up the time of every stage, float64 [len(STAGES)], if anybody asks."""
+    """Accumulates the time of every stage, float64 [len(STAGES)], if set."""
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cpu":
             raise KvdslError(f"the cpu backend needs tensors on a CPU, not on {device}")
         if dtype not in _DTYPES:
-            raise KvdslError(f"the cpu backend knows float32, bfloat16 and float16, not {dtype}")
+            raise KvdslError(f"the cpu backend supports float32, bfloat16 and float16, not {dtype}")
         if spec.kv_dtype != "model" and spec.selects:
             raise KvdslError(
-                f"C++ kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
+                f"C++ kernels select tokens by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
             )
         if not spec.cpu_source.exists():
             raise KvdslError(spec.without("cpu"))
@@ -67,30 +67,29 @@ class CpuBackend:
         self._settle = getattr(library, "kvdsl_settle", None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CpuBackend:
-        """Itself: it holds nothing of a cache, so that copies of one share it."""
+        """Return itself: it has no state of a cache."""
         return self
 
     @property
     def kernel(self) -> ctypes.c_void_p:
-        """The address of the function that decodes.
+        """Address of the decode function.
 
         Raises:
-            KvdslError: if that is not a whole step, because torch evicts.
+            KvdslError: if torch evicts, so that this is not a whole step.
         """
         if self.torch_evicts:
             raise KvdslError(f"torch evicts under `{self._stem}` (`kvdsl explain` says why), and only C++ can here")
         return ctypes.cast(self._decode, ctypes.c_void_p)
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._attend, self._evict)
         copies.keep_halves(state, call.rope)
-        if not state.room.grows:  # now, because a step in a graph could not leave what it allocates to the next
+        if not state.room.grows:  # a step in a graph cannot allocate tensors for the next one
             copies.keep(state, TILE)
         return out
 
     def _attend(self, prompt: Prompt) -> Tensor:
-        """See `kvdsl.runtime.torch.prefill.attend_and_observe`, which serves where attention sees turned keys, or distances count."""
+        """Attend in C++, or by torch if keys are rotated to compact positions, distances count, or numbers may not be finite."""
         if prompt.turns or prompt.call.slopes is not None:
             return attend_and_observe(prompt)
         query, value = prompt.call.query, prompt.call.value
@@ -101,13 +100,13 @@ class CpuBackend:
         self._pass(prompt, None)
 
     def _pass(self, prompt: Prompt, out: Tensor | None) -> bool:
-        """Have the prompt's queries observed, and attend if there is an `out` to write to.
+        """Observe the prompt's queries, and attend if there is an `out`.
 
         Returns:
-            False, and nothing is done, where what they attend with may not be finite.
+            False, with nothing done, if attention may meet numbers that are not finite.
         """
-        held, args, told = _prompt_args(prompt, out)
-        status = self._prefill(ctypes.byref(args), ctypes.byref(told))
+        held, args, of_prompt = _prompt_args(prompt, out)
+        status = self._prefill(ctypes.byref(args), ctypes.byref(of_prompt))
         del held
         if status == _NOT_TAME:
             return False
@@ -115,7 +114,7 @@ class CpuBackend:
         return True
 
     def _evict(self, held: Held) -> bool:
-        """See `kvdsl.runtime.torch.eviction.Kernel`: there is none where what only a prompt loses is beyond C++."""
+        """Settle a prompt; see `kvdsl.runtime.torch.eviction.Kernel`. Policies that read keys at a settle have no such kernel."""
         if self._settle is None:
             return False
         state, position, numbers = held.state, held.position, held.numbers.contiguous()
@@ -135,7 +134,7 @@ class CpuBackend:
         return True
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
+        """Serve new tokens one by one: place, attend, observe, settle. Returns [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
         if not self.torch_evicts:
             return self._steps(state, call)
@@ -168,7 +167,6 @@ class CpuBackend:
         return out
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
-        """See `kvdsl.runtime.torch.backend.TorchBackend.replace`."""
         tokens.check_text(state)
         tokens.check_count(slots, call)
         state.forget_copies(halves=False)
@@ -177,7 +175,7 @@ class CpuBackend:
 
     @staticmethod
     def step(state: SlotState, call: AttentionCall) -> Prepared:
-        """The state's step: prepared anew where its tensors, or the kind of call, are others than last time."""
+        """Return the state's prepared call, made again if its tensors or the kind of call have changed."""
         step = _steps.get(state)
         if step is None or not step.serves(state, call):
             with plain_tensors():
@@ -189,22 +187,22 @@ class CpuBackend:
 
 
 _steps: weakref.WeakKeyDictionary[SlotState, Prepared] = weakref.WeakKeyDictionary()
-"""What every state's last call was told."""
+"""Every state's last prepared call."""
 
 
 def check(status: int) -> None:
-    """Raise for what a kernel returns unless all went well: KvdslError, or MemoryError."""
+    """Raise KvdslError or MemoryError unless a kernel's status is ok."""
     if status & (_NO_FREE_SLOT | _NO_FREE_BLOCK):
         what = "slot" if status & _NO_FREE_SLOT else "block"
         raise KvdslError(f"no {what} is free: the cache's tensors were changed from outside; call `reset()`")
     if status & _NOT_LIVE:
         raise KvdslError(tokens.NOT_LIVE)
     if status & _OUT_OF_MEMORY:
-        raise MemoryError("no memory for the kernel's work space")
+        raise MemoryError("no memory for the kernel's workspace")
 
 
 def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
-    """What the kernel is told of a prompt, and what must live as long."""
+    """Return the tensors that the arguments point to, and the arguments of a prompt."""
     state, call, kept = prompt.state, prompt.call, prompt.kept
     query, key, value = (in_rows(x) for x in (call.query, kept["keys"], kept["values"]))
     position, columns, numbers = kept["position"], kept["columns"], prompt.numbers.contiguous()
@@ -225,8 +223,8 @@ def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...]
         setattr(args, name, (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
     adds_up = _adding_up(state.spec.column_rules)
     first = statistics.first_query(prompt) if state.spec.reads_attention else prompt.tokens
-    told = PromptArgs(address(out), newest.data_ptr(), adds_up.data_ptr(), first)
-    return (tuple(tensors.values()), newest, adds_up), args, told
+    of_prompt = PromptArgs(address(out), newest.data_ptr(), adds_up.data_ptr(), first)
+    return (tuple(tensors.values()), newest, adds_up), args, of_prompt
 
 
 @lru_cache

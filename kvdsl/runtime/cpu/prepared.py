@@ -1,6 +1,6 @@
-"""What the kernels are given: the structures that headers of include/kvdsl declare, and a layer's call of them, prepared once.
+"""Arguments of the C++ kernels: the structs declared in include/kvdsl, and a layer's call, prepared once.
 
-From token to token only the addresses of what is new are written.
+From token to token only the addresses of new vectors change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELD = re.compile(r"^  (?:const )?(\w+)(\*?) (\w+)(?:\[(\d+)\])?;", re.MULTILI
 
 
 def _fields(header: str, struct: str) -> Iterator[tuple[str, type[Any]]]:
-    """The fields of a struct, as a header declares them, a line each."""
+    """Yield a struct's fields from its header, where each has a line of its own."""
     text = (INCLUDE / "kvdsl" / header).read_text(encoding="utf-8")
     (body,) = re.findall(rf"^struct {struct} {{$(.*?)^}};", text, re.MULTILINE | re.DOTALL)
     for kind, pointer, name, count in _FIELD.findall(body):
@@ -37,40 +37,38 @@ def _fields(header: str, struct: str) -> Iterator[tuple[str, type[Any]]]:
 
 
 class DecodeArgs(ctypes.Structure):
-    """The one of kvdsl/args.hpp, which says what its fields are."""
+    """`DecodeArgs` of kvdsl/args.hpp, which documents the fields."""
 
     _fields_ = tuple(_fields("args.hpp", "DecodeArgs"))
 
 
 class PromptArgs(ctypes.Structure):
-    """The one of kvdsl/prompt.hpp."""
+    """`PromptArgs` of kvdsl/prompt.hpp."""
 
     _fields_ = tuple(_fields("prompt.hpp", "PromptArgs"))
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies; nowhere if there is none, or an empty one."""
+    """Return a tensor's address; None for no tensor or an empty one."""
     return None if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
 
 
 def strides_of(numbers: Tensor) -> dict[str, int]:
-    """How far a row's and a KV head's numbers lie apart in a policy's table, contiguous [batch, (kv_heads,) numbers]."""
+    """Return the strides of rows and heads in a policy's table, contiguous [batch, (kv_heads,) numbers]."""
     return {"params_per_row": numbers.stride(0), "params_per_head": numbers.stride(1) if numbers.dim() == 3 else 0}
 
 
 def point(args: ctypes.Structure, **tensors: Tensor | None) -> None:
-    """Have the arguments point to tensors."""
+    """Set pointers to tensors."""
     for name, tensor in tensors.items():
         setattr(args, name, address(tensor))
 
 
 class Prepared:
-    """What the kernel is told of a state and of one kind of call.
-
-    It holds while the state's tensors are the same objects.
+    """The arguments for a state and one kind of call, valid while the state's tensors are the same objects.
 
     Raises:
-        KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
+        KvdslError: if new tokens differ from the cache in dtype or size: the kernel receives bare pointers.
     """
 
     def __init__(self, state: SlotState, call: AttentionCall) -> None:
@@ -78,19 +76,19 @@ class Prepared:
         self._same = SameTensors(state)
         self._kind = _kind(call)
         self._ring_rows = state.column_index.ring_rows()
-        self._args = _told_of_slots(state, self._ring_rows)
-        _tell_tokens(self._args, call)
+        self._args = _args_of(state, self._ring_rows)
+        _set_call(self._args, call)
         self._spec = state.spec
         self._rope = call.rope if state.spec.compact else None
         self._seen = (ctypes.c_int32 * len(state.seen)).from_address(state.seen.data_ptr())
         self._angles: Angles | None = None
 
     def serves(self, state: SlotState, call: AttentionCall) -> bool:
-        """Whether all that was written holds for this call."""
+        """Whether the prepared arguments are valid for this call."""
         return self._same.holds(state) and self._kind == _kind(call)
 
     def for_one_thread(self) -> int:
-        """Where the arguments lie, as long as this lives: from now on of one thread, and without what differs from token to token."""
+        """Set one thread, and return the arguments' address, valid during this object's lifetime. Per-token fields are unset."""
         self._args.threads = 1
         return ctypes.addressof(self._args)
 
@@ -98,14 +96,13 @@ class Prepared:
         self, kernel: Callable[..., int], call: AttentionCall, out: Tensor | None, *more: Any, seconds: Tensor | None = None,
         made: Tensor | None = None, taken: Tensor | None = None,
     ) -> int:  # fmt: skip
-        """The status of a kernel that gets these arguments.
+        """Call a kernel and return its status.
 
         Args:
-            out: gets the attention's output, [batch, tokens, query_heads, value_dim]; None where nobody attends.
-            more: what the kernel takes beside.
-            seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
-            made, taken: bool [tokens, batch, kv_heads, choices, slots], get what is chosen for the layers above, or say what one below
-                chose.
+            out: receives the output, [batch, tokens, query_heads, value_dim]; None without attention.
+            more: further arguments of the kernel.
+            seconds: float64 [len(STAGES)], accumulates the threads' time per stage.
+            made, taken: bool [tokens, batch, kv_heads, choices, slots], receive the selection for other layers, or contain another layer's.
         """
         args = self._args
         query, key, value = in_rows(call.query), in_rows(call.key), in_rows(call.value)
@@ -122,21 +119,21 @@ class Prepared:
         return kernel(ctypes.byref(args), *more)
 
     def reach(self, length: int) -> None:
-        """Have tables for every turn that there may be in a text of that length, where keys are turned at all."""
+        """Provide tables for every shift in a text of that length, if keys are rotated."""
         if self._rope is not None and (self._angles is None or length > self._angles.reach):
             self._angles = angles(self._rope, length)
             point(self._args, near=self._angles.near, far=self._angles.far)
 
 
 def _kind(call: AttentionCall) -> tuple[object, ...]:
-    """What the arguments say of a call, but for addresses."""
+    """Return everything in the arguments that depends on the call, apart from addresses."""
     vectors = (call.query, call.key, call.value)
     return (
         *((x.dtype, x.shape, x.stride()) for x in vectors), call.scaling, call.softcap, call.window, call.rope,
     )  # fmt: skip
 
 
-def _tell_tokens(args: DecodeArgs, call: AttentionCall) -> None:
+def _set_call(args: DecodeArgs, call: AttentionCall) -> None:
     for name in ("query", "key", "value"):
         getattr(args, f"{name}_stride")[:] = in_rows(getattr(call, name)).stride()[:3]
     args.group, args.tokens = call.query.shape[1] // call.key.shape[1], call.key.shape[2]
@@ -146,7 +143,7 @@ def _tell_tokens(args: DecodeArgs, call: AttentionCall) -> None:
         args.rope_interleaved = call.rope.pairing == "interleaved"
 
 
-def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
+def _args_of(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
     batch, kv_heads, slots = state.position.shape
     keys, values, (key_dim, value_dim) = state.layout.key_pool, state.layout.value_pool, state.dims
     args = DecodeArgs(

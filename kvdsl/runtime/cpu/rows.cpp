@@ -1,10 +1,10 @@
-// One decoded token of many requests, each of which has a cache of its own: the policy's kernel once a request.
+// One decoded token of many requests, each with its own cache: calls the policy's kernel once per request.
 #include <kvdsl/args.hpp>
 
 using kvdsl::DecodeArgs;
 
-// caches [any]: what the kernel is told of each cache. number, token [count]: a request's cache, and its token among the vectors
-// below, whose strides count bytes from token to token. sinks: see DecodeArgs.
+// caches: arguments of each cache. number, token [count]: a request's cache, and its token's row in the vectors, whose
+// strides are in bytes. sinks: see DecodeArgs.
 extern "C" int kvdsl_decode_rows(int (*decode)(const DecodeArgs*), const DecodeArgs* const* caches, const int64_t* number,
                                  const int64_t* token, int count,
                                  const char* query, const char* key, const char* value, char* out, const float* sinks,

@@ -1,4 +1,4 @@
-"""One decoded token of many caches of one layer, in one call: what a serving engine's step is."""
+"""A decode step of many caches of one layer in one call, for serving engines."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _SOURCE = Path(__file__).parent / "rows.cpp"
 
 
 class Rows:
-    """The caches of one layer, by number. Each has a single row, and tensors that stay where they are.
+    """The caches of one layer, by number. Each has one row and fixed tensors.
 
     Args:
-        backend: serves them all.
+        backend: serves all of them.
     """
 
     def __init__(self, backend: CpuBackend) -> None:
         self._kernel = backend.kernel
         self._function = _library().kvdsl_decode_rows
         self._known: dict[int, tuple[SlotState, Prepared]] = {}
-        """The states are held here, too: a step does not keep their tensors alive."""
+        """Keeps the states' tensors alive."""
         self._addresses = torch.zeros(0, dtype=torch.int64, device="cpu")
-        """By number: where the step's arguments lie."""
+        """Addresses of the arguments, by number."""
 
     def know(self, number: int, state: SlotState, call: AttentionCall, longest: int) -> None:
-        """Have this state be the cache of that number.
+        """Register a state under a number.
 
         Args:
-            call: what a token of it is like: sizes, dtype, scaling, window and so on; not its values.
-            longest: tokens of the longest text that it may be of.
+            call: sizes, dtype, scaling, window etc. of its tokens; values are ignored.
+            longest: longest possible text, in tokens.
         """
         step = Prepared(state, call)
         step.reach(longest)
@@ -57,18 +57,18 @@ class Rows:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """One token of each of these caches.
+        """Decode one token of each of these caches.
 
         Args:
-            numbers: int64 [requests], contiguous, the caches: known ones, for the kernel gets bare addresses.
-            tokens: int64 [requests], contiguous, where in the others their tokens are.
-            query, key, value: [tokens, heads, dim], a token's heads one after the other.
-            out: gets the attention, [tokens, query_heads, value_dim].
+            numbers: int64 [requests], contiguous, registered numbers.
+            tokens: int64 [requests], contiguous, each token's row in the vectors.
+            query, key, value: [tokens, heads, dim], contiguous per token.
+            out: receives the attention, [tokens, query_heads, value_dim].
             sinks: [query_heads], see `AttentionCall`.
         """
         vectors = (query, key, value, out)
         if any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in vectors):
-            raise ValueError("a token's heads must lie one after the other")
+            raise ValueError("a token's heads must be contiguous")
         sinks = None if sinks is None else sinks.float().contiguous()
         caches, which, where, *tokens_of = (
             ctypes.c_void_p(x.data_ptr()) for x in (self._addresses, numbers, tokens, *vectors)

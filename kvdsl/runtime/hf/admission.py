@@ -1,6 +1,6 @@
-"""Admitting a model: its classes learn to look for caches of ours, and the first time a self-test shows that this changes nothing.
+"""Admission of a model: hook its classes, and test once that this changes nothing.
 
-Through slots that keep everything, its logits must be those of transformers' own cache.
+In the self-test, a cache that keeps everything must give the logits of transformers' own cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvdsl.runtime.hf.versions import text_config, with_cache
 from kvdsl.runtime.spec import PolicySpec
 
 TOKENS = 7
-"""Length of the test: a prompt of six tokens, of which the second row pads two, and one more."""
+"""Length of the test: a prompt of six tokens (the second row pads two), and one decoded token."""
 
 PADDING = 2
 
 TOLERANCE = {torch.float32: 0.01}
-"""Largest relative deviation of the logits; in half precisions rounding alone spreads over the layers."""
+"""Largest relative deviation of the logits. In 16-bit dtypes, rounding errors grow over the layers."""
 
 _HALF_TOLERANCE = 0.3
 
@@ -53,16 +53,16 @@ KEEP_EVERYTHING = PolicySpec(
 
 
 def compare(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel], Any]) -> None:
-    """Run the same tokens, a prompt and one decoded, through transformers' own cache and through slots that keep everything.
+    """Compare logits of a prompt and a decoded token between transformers' own cache and a cache that keeps everything.
 
-    Costs four short forwards. Changes nothing that another thread could see, and does nothing for a model without weights.
+    Costs four short forwards. Other threads see no change. Models without weights are skipped.
 
     Args:
         model: in evaluation mode.
         keeps_everything: makes a cache of `KEEP_EVERYTHING` for the model.
 
     Raises:
-        KvdslError: if the attention is not reached, or does more than kvdsl knows.
+        KvdslError: if the model bypasses kvdsl's attention, or its attention does more than kvdsl supports.
     """
     if execution_device(model).type == "meta":
         return
@@ -72,7 +72,7 @@ def compare(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel]
         ours = _run(model, lambda: keeps_everything(model), "")
     if not bool(expected.isfinite().all()):
         raise KvdslError(
-            f"{name} cannot be served: its logits are not finite under its own attention, so that nothing can be compared"
+            f"{name} cannot be served: its logits are not finite under its own attention, so the self-test cannot compare them"
         )
     deviation = float((ours - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
     if not deviation <= TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
@@ -83,7 +83,7 @@ def compare(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel]
 
 
 def _inputs(model: PreTrainedModel, begin: int, end: int) -> dict[str, Tensor]:
-    """Some of the test's tokens, as `generate` would pass them: two rows of arbitrary ids, the second left-padded."""
+    """Return tokens begin .. end of the test as `generate` passes them: two rows, the second left-padded."""
     device = execution_device(model)
     tokens = (torch.arange(2 * TOKENS, device=device) * 7919 + 11) % model.get_input_embeddings().weight.shape[0]
     mask = torch.ones(2, TOKENS, dtype=torch.long, device=device)
@@ -96,38 +96,38 @@ def _inputs(model: PreTrainedModel, begin: int, end: int) -> dict[str, Tensor]:
 
 
 def _run(model: PreTrainedModel, make: Callable[[], Any], what: str) -> Tensor:
-    """Logits of the last two tokens through a cache, float32 [2, 2, vocabulary].
+    """Return the logits of the last two tokens, float32 [2, 2, vocabulary].
 
     Raises:
-        KvdslError: if the model fails; what it says begins with `what`.
+        KvdslError: if the model fails; the message includes `what`.
     """
     try:
         cache = make()
         prompt = model(**_inputs(model, 0, TOKENS - 1), **with_cache(cache), use_cache=True)
         step = model(**_inputs(model, TOKENS - 1, TOKENS), **with_cache(cache), use_cache=True)
     except Exception as error:
-        told = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
-        raise KvdslError(f"{type(model).__name__} cannot be served: {what}{told}") from error
+        reason = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
+        raise KvdslError(f"{type(model).__name__} cannot be served: {what}{reason}") from error
     return torch.cat([_logits(prompt)[:, -1:], _logits(step)], dim=1)
 
 
 def _logits(output: Any) -> Tensor:
-    """Logits of a language model, hidden states of a bare one; float32 [batch, tokens, any]."""
+    """Return logits, or hidden states of a model without a head; float32 [batch, tokens, any]."""
     found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found.float()
 
 
 lock = threading.RLock()
-"""One thread at a time looks at a new model; the others wait for what it finds."""
+"""Only one thread admits a model at a time."""
 
 _admitted: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def admit(model: PreTrainedModel, keeps_everything: Callable[[PreTrainedModel], Cache]) -> None:
-    """Prepare a model for caches of ours.
+    """Prepare a model for kvdsl caches, with the self-test the first time.
 
     Args:
-        keeps_everything: makes a cache of `KEEP_EVERYTHING` for a model. Through it the logits must be those of transformers' cache.
+        keeps_everything: makes a cache of `KEEP_EVERYTHING` for a model.
 
     Raises:
         KvdslError: if the model cannot be served.

@@ -1,9 +1,8 @@
-"""The attention and mask functions of transformers, which serve a cache of ours where one is given.
+"""Attention and mask functions that serve kvdsl caches.
 
-`SlotLayer.update` hands the new keys back with itself attached (`MARK`). The functions that models call look for that mark: a marked key
-goes to its layer, every other key goes to the function that stood there before. The mask functions do the same by the type of the
-cache's length. Nothing of a model or its config changes, and nothing global says which cache is in use, so any number of models, caches
-and threads work side by side.
+`SlotLayer.update` returns the new keys with the layer attached (`MARK`). The installed functions send a marked key to its layer and every
+other key to the original function. Mask functions recognize a kvdsl cache by the type of its length. Models and configs are unchanged and
+there is no global state, so any number of models, caches and threads work side by side.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from kvdsl.runtime.hf import mask
 from kvdsl.runtime.hf.layer import MARK, SlotLayer, SlotLength
 
 _SERVES = "_kvdsl_serves"
-"""An attribute of the functions that look for the mark."""
+"""Attribute of installed functions."""
 
 _EAGER = "eager_attention_forward"
-"""What the name ends in by which a modeling file calls its eager attention."""
+"""Suffix of the eager attention functions in modeling files."""
 
 
-# -- taking the functions' places --------------------------------------------------------------------------------------
+# -- installation ------------------------------------------------------------------------------------------------------
 
 
 def serve_attention(model: nn.Module) -> None:
-    """Have every attention function that the model can call look for marked keys; doing it again changes nothing.
+    """Wrap every attention and mask function that the model can call. Idempotent.
 
     Eager attention is in no registry: each modeling file has its own.
     """
@@ -41,7 +40,7 @@ def serve_attention(model: nn.Module) -> None:
     _serve_registry(ALL_ATTENTION_FUNCTIONS)
     for names in {id(found): found for found in map(_globals_of, {type(module) for module in model.modules()})}.values():
         registry = names.get("ALL_ATTENTION_FUNCTIONS")
-        if registry is not None and registry is not ALL_ATTENTION_FUNCTIONS:  # a file may override some for itself
+        if registry is not None and registry is not ALL_ATTENTION_FUNCTIONS:  # a file may have its own registry
             _serve_registry(registry)
         for name, found in tuple(names.items()):
             if name.endswith(_EAGER) and inspect.isfunction(found) and not hasattr(found, _SERVES):
@@ -49,7 +48,7 @@ def serve_attention(model: nn.Module) -> None:
 
 
 def _globals_of(module: type[nn.Module]) -> dict[str, Any]:
-    """Where a module's forward looks names up."""
+    """Return the global names of a module's forward."""
     found: dict[str, Any] = getattr(inspect.unwrap(module.forward), "__globals__", {})
     return found
 
@@ -60,7 +59,7 @@ def _serve_registry(registry: Any) -> None:
 
 
 def _take_place(registry: Any, name: str, over: Callable[[Any], Any]) -> None:
-    """Put a function over the registry's own where that one stands: in the registry itself, or in what all of its kind share."""
+    """Wrap a registry's function, in the registry itself or in its class's global mapping, where it was found."""
     own = registry[name]
     if hasattr(own, _SERVES):
         return
@@ -74,7 +73,7 @@ def _take_place(registry: Any, name: str, over: Callable[[Any], Any]) -> None:
 
 
 def _attention_over(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that serves marked keys, and leaves all others to the one that stood there."""
+    """Wrap an attention function: marked keys go to their layer, others to `own`."""
 
     @functools.wraps(own)
     def attention(
@@ -94,22 +93,22 @@ def _attend(
     layer: SlotLayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float, kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """What the layer of a marked key makes of it: [batch, tokens, query_heads, value_dim], contiguous."""
+    """Attend by the layer of a marked key: [batch, tokens, query_heads, value_dim], contiguous."""
     _refuse(module, dropout, kwargs)
     scaling = kwargs.get("scaling")
-    told = mask.read(attention_mask, query, layer)
+    said = mask.read(attention_mask, query, layer)
     out = layer.attend(
         module,
         query,
         key,
         value,
-        told.real,
+        said.real,
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         slopes=_slopes(kwargs, query.shape[1]),
         positions=kwargs.get("position_ids"),
-        asked_window=told.window,
+        asked_window=said.window,
     )
     return out.contiguous()  # models may view it
 
@@ -117,37 +116,36 @@ def _attend(
 _REFUSED = {
     "output_attentions": "`output_attentions=True` needs a matrix of all probabilities, which fused attention never builds: "
     "leave it out, or read what the policy keeps with `cache.state(layer)`",
-    "position_bias": "attention with a ready-made position bias (T5, MPT) is not supported: its slots would have to be known; "
-    "a bias that grows with the distance (ALiBi) is, where the model passes `alibi_slopes`",
+    "position_bias": "attention with a ready-made position bias (T5, MPT) is not supported: it refers to positions of the full text; "
+    "ALiBi is supported if the model passes `alibi_slopes`",
     "head_mask": "`head_mask` is not supported together with a kvdsl cache: leave it out",
 }
 
 _CHOSEN = ("block_indices", "indices")
-"""The arguments by which a sparse layer says which keys it attends to."""
+"""Arguments with which sparse layers choose keys."""
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise KvdslError on an argument that would silently change what attention means."""
+    """Raise KvdslError for an argument that would change attention silently."""
     for name in _REFUSED.keys() & kwargs.keys():
         if kwargs[name] is not None and kwargs[name] is not False:
             raise KvdslError(_REFUSED[name])
     for name in _CHOSEN:
         if kwargs.get(name) is not None:
             raise KvdslError(
-                f"{type(module).__name__} chooses itself which tokens it attends to (`{name}`): kvdsl does not serve models with such "
-                f"layers"
+                f"{type(module).__name__} selects the tokens that it attends to (`{name}`): kvdsl does not serve models with such layers"
             )
     if dropout:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")
-    if getattr(module, "is_causal", True) is False:  # the argument of that name only tells what the mask leaves to do
+    if getattr(module, "is_causal", True) is False:  # the argument `is_causal` describes the mask, not the module
         raise KvdslError(f"{type(module).__name__} attends in both directions, but a cache serves causal attention only")
 
 
 def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
-    """The slopes of a bias that grows with the distance (ALiBi), [query_heads], by the name that flash attention has for them.
+    """Return ALiBi slopes, [query_heads], from the argument named as in FlashAttention.
 
     Raises:
-        KvdslError: if they differ from row to row, or are not one for each query head.
+        KvdslError: if they are not one per query head.
     """
     slopes: Tensor | None = kwargs.get("alibi_slopes")
     if slopes is not None and slopes.shape != (query_heads,):
@@ -161,7 +159,7 @@ def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
 
 
 def _mask_over(own: Callable[..., Any], *, additive: bool) -> Callable[..., Any]:
-    """The mask function that serves caches of ours, and leaves all others to the one that stood there."""
+    """Wrap a mask function: kvdsl caches get `mask.make`, others `own`."""
 
     @functools.wraps(own)
     def made(*args: Any, **kwargs: Any) -> Any:

@@ -47,29 +47,29 @@ NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
 
 
 class KVCache(Linked, Cache):
-    """A cache whose policy decides what stays, for `model.generate(..., cache=cache)`.
+    """A cache whose policy decides which tokens stay, for `model.generate(..., cache=cache)`.
 
-    Full-attention layers are managed; sliding-window and linear layers of hybrid models keep transformers' own bounded
-    layers. In a model whose every layer has a sliding window, all are managed.
+    The policy manages full-attention layers. Sliding-window and linear layers of hybrid models keep transformers' own bounded layers.
+    If every layer has a sliding window, the policy manages all of them.
 
     Args:
-        model: the model that will use the cache; without the cache it works as before.
+        model: the model that will use the cache. It works as before without the cache.
         params: the policy's params by name, None for a default.
-        supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
-        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as `spec` says.
-        rope: whether compact positions turn keys whenever they are read, `fused`, or keep every key's rotated half, `cached`; None: as
-            `spec` says.
-        kv_dtype: what keys and values are stored in, one of `kvdsl.memory.KV_DTYPES`; None: as `spec` says.
-        backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
-        seed: of the policy's `random()`, in 0..4294967295.
+        supplied: functions that compute the policy's `input` values, by name; None to use the default or `give`.
+        storage: memory layout of slots, `in_place`, `blocks` or `blocks:16`; None for the policy's.
+        rope: under compact positions, rotate keys whenever they are read (`fused`), or cache each key's rotated half (`cached`); None for
+            the policy's.
+        kv_dtype: storage dtype of keys and values, one of `kvdsl.memory.KV_DTYPES`; None for the policy's.
+        backend: one of `kvdsl.runtime.backends.NAMES`.
+        seed: for the policy's `random()`, in 0..4294967295.
 
     Raises:
-        KvdslError: if the model cannot be served, or a param is no number that it can be.
+        KvdslError: if the model cannot be served, or a param is invalid.
     """
 
     spec: ClassVar[PolicySpec]
     origin: ClassVar[saving.Origin | None] = None
-    """Where the class comes from, if it was compiled when it was asked for."""
+    """How to compile the class again; None for a class from a generated package."""
 
     _left: Mapping[str, Any]
 
@@ -97,7 +97,7 @@ class KVCache(Linked, Cache):
 
     @staticmethod
     def _prepare(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
-        """Prepare the model and what serves it."""
+        """Prepare the model and its backends."""
         check_dtype(model.dtype)
         refuse_agreement(model, spec)
         backends = _Backends(spec, backend)
@@ -111,7 +111,7 @@ class KVCache(Linked, Cache):
     def assemble(
         cls, model: PreTrainedModel, spec: PolicySpec, params: Mapping[str, float | None], choose: ChooseBackend
     ) -> KVCache:
-        """A cache from its parts, for a model that is admitted already."""
+        """Create a cache from its parts, for a model that is already admitted."""
         cache = cls.__new__(cls)
         cache._begin(model, spec, params, choose, 0)
         return cache
@@ -132,10 +132,8 @@ class KVCache(Linked, Cache):
         for index, window in managed_windows(model).items():
             state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
-            state.room.reserves = execution_device(model).type not in (
-                "cpu",
-                "meta",
-            )  # transformers asks before the prompt is there
+            # Set before the prompt, because transformers asks early whether the cache compiles.
+            state.room.reserves = execution_device(model).type not in ("cpu", "meta")
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
@@ -145,10 +143,10 @@ class KVCache(Linked, Cache):
         introduce(layer.state for layer in own)
         super().__init__(layers=layers)
 
-    # -- what the policy holds -----------------------------------------------------------------------------------------
+    # -- inspection ----------------------------------------------------------------------------------------------------
 
     def positions(self, layer: int) -> Tensor:
-        """The text position of every slot's token, int32 [batch, kv_heads, slots]; -1 is a free slot. A copy.
+        """Return the text position of every slot's token, int32 [batch, kv_heads, slots]; -1 for a free slot. A copy.
 
         Raises:
             KvdslError: if the layer is not managed, or nothing is cached.
@@ -156,10 +154,10 @@ class KVCache(Linked, Cache):
         return self._state(layer).position.clone()
 
     def state(self, layer: int) -> dict[str, Tensor]:
-        """The policy's state columns by name, float32 [batch, kv_heads, slots] each. Copies.
+        """Return the policy's state columns by name, float32 [batch, kv_heads, slots] each. Copies.
 
-        A column of a reduction `over last N queries` is [batch, kv_heads, slots, N]: what each of the newest queries gave; that
-        of the query at text position p in place p modulo N.
+        A column of a reduction `over last N queries` is [batch, kv_heads, slots, N]: the value of the query at text position p is at index
+        p modulo N.
 
         Raises:
             KvdslError: if the layer is not managed, or nothing is cached.
@@ -189,7 +187,7 @@ class KVCache(Linked, Cache):
         return [index for index, layer in enumerate(self.layers) if isinstance(layer, SlotLayer)]
 
     def bytes(self) -> int:
-        """What the cache occupies: the slots, and the layers that stay transformers' own."""
+        """Return the size of the cache in bytes, transformers' own layers included."""
         return sum(layer.bytes() if isinstance(layer, SlotLayer) else native_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
@@ -205,7 +203,7 @@ class KVCache(Linked, Cache):
         return cache_html(repr(self).strip("<>"), [layer for layer in self.layers if isinstance(layer, SlotLayer)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        """An independent cache with the same content, for instance to continue one prompt several times."""
+        """Copy the cache, for instance to continue one prompt several times."""
         backends = (self.layers[index].backend for index in self.managed)
         for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
@@ -215,18 +213,16 @@ class KVCache(Linked, Cache):
 
     @classmethod
     def with_(cls, clauses: str, /, **settings: Any) -> type[KVCache]:
-        """The class of this policy with clauses, `with_("when prefill, keep last 64")`, as `policy A = B with ...` means them.
+        """Return the class of this policy with clauses, like `policy A = B with ...`: `with_("when prefill, keep last 64")`.
 
         Args:
-            settings: defaults of params to change, as in `kvdsl.load`; those with which this class was loaded hold, too.
+            settings: new defaults of params, as in `kvdsl.load`; this class's settings also apply.
 
         Raises:
             DiagnosticError: if the clauses have errors; the text lists them.
-            KvdslError: if this class comes from a package, and not from `kvdsl.load` or `kvdsl.compile`.
+            KvdslError: if this class was not created by `kvdsl.load` or `kvdsl.compile`.
         """
-        origin: saving.Origin | None = vars(cls).get(
-            "origin"
-        )  # its own: a class that was derived by hand has other rules, perhaps
+        origin: saving.Origin | None = vars(cls).get("origin")  # not inherited: a subclass may have other rules
         if origin is None:
             raise KvdslError(
                 f"`{cls.__name__}` was not loaded from a policy's text, so that clauses cannot be added: "
@@ -237,10 +233,10 @@ class KVCache(Linked, Cache):
     # -- files and other processes -------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For `pickle` and `torch.save`: all but the model and what serves it."""
+        """Pickle everything except the model and its backends."""
         own = getattr(type(self), "spec", None)
         if own is None or self._spec.with_memory(own.memory) != own:
-            raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
+            raise KvdslError(f"{type(self).__name__} was assembled from parts and cannot be saved")
         model = self._sync.model
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_choose", "_config")}
         kept["_memory"] = self._spec.memory
@@ -256,14 +252,14 @@ class KVCache(Linked, Cache):
             self.layers[index].state.follow(self._spec)
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
-        """Give a cache that was loaded its model, so that it can go on.
+        """Connect a loaded cache to its model.
 
         Args:
-            model: the one that it was made for, or the same loaded again; in another dtype it serves as under autocast.
-            supplied: the functions that the constructor was given: they are not saved.
+            model: the one that the cache was made for, or the same loaded again. In another dtype it runs as under autocast.
+            supplied: the constructor's functions, which are not saved.
 
         Raises:
-            KvdslError: if the cache has a model already, or if this one is another.
+            KvdslError: if the cache has a model already, or if this is a different model.
         """
         if self._sync.is_attached:
             raise KvdslError("the cache belongs to a model already: construct one for every model, or load it again")
@@ -279,18 +275,18 @@ class KVCache(Linked, Cache):
             self.layers[index].attach(fresh.layers[index])
         self._supplying.use(model, self._spec, supplied)
 
-    # -- what transformers asks ----------------------------------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def release(model: Any) -> None:
-        """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
+        """Invalidate every cache made for the model. The model itself is unchanged."""
         models.release(model)
 
     def reset(self) -> None:
-        """Forget everything, before an unrelated prompt.
+        """Drop everything, before an unrelated prompt.
 
         Raises:
-            KvdslError: if the cache was loaded and belongs to no model yet.
+            KvdslError: if the cache was loaded and is not attached to a model.
         """
         self._sync.require_model()
         fresh = native_layers(self._config)
@@ -302,20 +298,20 @@ class KVCache(Linked, Cache):
                 self.layers[index] = fresh[index]
 
     def reserve(self) -> None:
-        """Allocate the whole budget now, and at the end of every prompt to come, however short that is.
+        """Allocate the whole budget now, and at the end of every later prompt.
 
-        By itself a cache on a CPU begins with what the prompt needs, 1,024 slots per KV head at least, and grows until it holds its
-        budget. Reserve before `torch.compile` where a budget is larger than that, and wherever a lack of memory is to show at
-        once. On accelerators it is done always; layers that never evict grow all the same.
+        On CPUs a cache starts with the slots that the prompt needs, at least 1,024 per KV head, and grows up to its budget. Reserve before
+        `torch.compile` if the budget is larger, or to see a lack of memory at once. On accelerators a cache always reserves. Layers that
+        never evict grow in any case.
         """
         for index in self.managed:
             self.layers[index].state.reserve()
 
     def expect_prompt(self, tokens: int) -> None:
-        """Say how long the prompt is that will come in several forwards: rates are of it from the first on, until `reset()`.
+        """Set the length of a prompt that will come in several forwards, for budgets that are ratios of the prompt. Holds until `reset()`.
 
         Raises:
-            KvdslError: if something is cached already, or if it is no number of tokens.
+            KvdslError: if something is cached, or `tokens` is not a positive int.
         """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise KvdslError(f"`tokens` is {tokens!r}; give how many tokens the prompt will have, 1 or more")
@@ -327,32 +323,31 @@ class KVCache(Linked, Cache):
             self.layers[index].state.expected = tokens
 
     def give(self, layer: int, /, **values: Tensor) -> None:
-        """Say what the policy's `given` values are of the tokens that come into a layer next: for one forward, before what functions say.
+        """Set the policy's `input` values for a layer's next forward. They take precedence over functions.
 
         Args:
-            values: by name, float tensors [batch, KV heads or 1, tokens of that forward], padding included. They are rounded to float32;
-                infinities are allowed, and a NaN makes a score NaN, which ranks lowest.
+            values: by name, float tensors [batch, KV heads or 1, tokens of that forward], padding included, rounded to float32.
+                Infinities are allowed. A NaN makes a score NaN, which ranks lowest.
 
         Raises:
-            KvdslError: if the policy does not manage the layer or asks for no such value, or if it is no tensor of floats. Its sizes are
-                looked at when the forward comes.
+            KvdslError: if the policy does not manage the layer or read the value, or if it is not a float tensor. Sizes are checked in the
+                forward.
         """
         self._supplying.give(self._managed_layer(layer).state, values)
 
     def mark(self, span: str, /, start: int, end: int | None = None, *, row: int | None = None) -> None:
-        """Say that a stretch of the text lies in one of the policy's spans: tokens that are cached, and tokens to come.
+        """Mark a range of the text as one of the policy's spans. Tokens in it may be cached already or come later.
 
-        What has left does not return. Marked twice is marked once, and stretches may overlap, those of several spans, too. `reset()`
-        forgets all marks.
+        Evicted tokens do not return. Ranges may overlap, also those of different spans. `reset()` removes all marks.
 
         Args:
             span: its name in the policy, `input tool from spans`.
-            start: the place of its first token in the text of a row, padding not counted.
-            end: the place behind its last one; None: it goes on until the same `start` is marked with an `end`.
-            row: of a batch; None: in every row.
+            start: position of its first token in the row's text, padding not counted.
+            end: position behind its last token; None: open until the same `start` is marked with an `end`.
+            row: of the batch; None for every row.
 
         Raises:
-            KvdslError: if the policy reads no such span, or if it is no stretch of a row's text.
+            KvdslError: if the policy reads no such span, or the range is invalid.
         """
         first = self.layers[self.managed[0]]
         self._supplying.marks.add(self._spec, span, start, end, row, first.batch_size)
@@ -360,12 +355,12 @@ class KVCache(Linked, Cache):
             self.layers[index].mark_cached()
 
     def end_turn(self) -> None:
-        """Say that a turn of a chat has ended: what comes now is of the next one, and tokens may leave.
+        """Mark the end of a chat turn. The policy may evict now.
 
-        Only policies that read `turn` or `turns` notice. After this `crop` can take back what comes later only.
+        Only policies that read `turn` or `turns` react. Tokens before the turn's end cannot be taken back by `crop`.
 
         Raises:
-            KvdslError: if nothing is cached yet.
+            KvdslError: if nothing is cached.
         """
         if not self.layers[self.managed[0]].length:
             raise KvdslError("nothing is cached yet, so that no turn has ended")
@@ -374,9 +369,9 @@ class KVCache(Linked, Cache):
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """In this block, several tokens that come in one forward act as if each came alone, once there is a prompt.
+        """In this block, serve the tokens of one forward as if each came alone, once there is a prompt.
 
-        So a given text is scored as if it were being generated, and in fewer forwards: the policy settles after every token.
+        The policy settles after every token. A given text is thus scored as if it were generated, with fewer forwards.
         """
         before, self._sync.one_by_one = self._sync.one_by_one, True
         try:
@@ -385,40 +380,40 @@ class KVCache(Linked, Cache):
             self._sync.one_by_one = before
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back: what they made leave returns, and the cache is to the bit what it was before them.
+        """Take the last tokens back, exactly: tokens that they evicted return.
 
-        A layer that holds all that it has seen, under a policy that learns nothing from later queries (`full`, for example), needs no
-        notes for that, and goes back as far as anybody likes.
+        A layer that still holds all tokens, under a policy without statistics of queries (`full`), can go back any number of tokens. Others
+        need `activate_past_recording`.
 
         Args:
-            tokens_to_remove: minus the number of tokens; or, positive, the length that is to be left.
+            tokens_to_remove: the negative number of tokens to remove; or, if positive, the length to keep.
 
         Raises:
-            KvdslError: if they are more than the cache has, belong to the prompt, or were not noted (see `activate_past_recording`);
-                or if it is no whole number. Nothing is changed then.
+            KvdslError: if the cache has fewer tokens, some belong to the prompt or were not recorded, or if it is not an int. Nothing is
+                changed then.
         """
         native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         removed = 0
-        for index in self.managed:  # all of them are asked before anything is changed
+        for index in self.managed:  # check all layers before changing any
             removed = self.layers[index].undo.to_remove(self.layers[index].length, tokens_to_remove, noted_only=bool(native))
         for layer in native:
             roll_back(layer, removed)
         for index in self.managed:
             self.layers[index].crop(-removed)
-            if any(sliding_window(layer) is not None for layer in native):  # these can go back no further now
+            if any(sliding_window(layer) is not None for layer in native):  # sliding windows can go back no further
                 self.layers[index].undo.forget()
 
     def activate_past_recording(self, steps: int = speculation.STEPS) -> None:
-        """From now on, note what every step overwrites, so that `crop` can take back the last ones; until `reset()`.
+        """Record what every step overwrites, so that `crop` can undo the last steps; until `reset()`.
 
-        Generation of transformers 5.16 and later calls this for assisted decoding and prompt lookup; with earlier releases, call
-        it first. `kvdsl.runtime.state.undo` says what a step costs.
+        `generate` of transformers 5.16 and later calls this for assisted decoding and prompt lookup; with earlier releases, call it first.
+        `kvdsl.runtime.state.undo` states the cost per step.
 
         Args:
-            steps: how many tokens may be taken back; of a forward with more guesses, all of them.
+            steps: how many tokens can be taken back. A forward with more guesses is recorded whole.
 
         Raises:
-            KvdslError: if the cache could not take them back.
+            KvdslError: if the policy or a layer does not support it.
         """
         speculation.refuse_unrecordable(self._spec, self.layers)
         noted = speculation.check_steps(steps)
@@ -430,7 +425,7 @@ class KVCache(Linked, Cache):
 
 
 class _Backends:
-    """The backend for a device and dtype, made once."""
+    """Creates one backend per device and dtype."""
 
     def __init__(self, spec: PolicySpec, name: str) -> None:
         self._spec = spec
@@ -444,14 +439,14 @@ class _Backends:
         return found
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
+        """Create the likely backend now, so that a wrong name or a missing compiler is reported by the constructor."""
         device = execution_device(model)
         if device.type != "meta":
             self(device, model.dtype)
 
 
 def native_bytes(layer: Any) -> int:
-    """What a layer of transformers' own occupies."""
+    """Return the size of one of transformers' own layers in bytes."""
     tensors: list[Any] = []
     for value in vars(layer).values():
         tensors += value.values() if isinstance(value, dict) else [value]

@@ -1,4 +1,4 @@
-"""What must not happen to a layer's cache in a forward; each check says what to do instead."""
+"""Checks of a layer's forward. Each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.state.slots import SlotState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What keys and values may be stored in."""
+"""Dtypes of keys and values."""
 
 MOST_TOKENS = 2**31 - 1
-"""Of one text: positions are 32 bits wide."""
+"""Longest text: positions are int32."""
 
 UNTOLD = -1
-"""The window where no mask tells."""
+"""The window of a forward without a mask."""
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise KvdslError for a dtype that no backend stores."""
+    """Raise KvdslError for an unsupported dtype of keys and values."""
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise KvdslError(f"keys and values are {str(dtype).removeprefix('torch.')}; kvdsl stores {names}: convert the model")
 
 
 def check_continues(state: SlotState, key: Tensor, length: int, batch_size: int) -> None:
-    """Raise KvdslError if the rows of these keys, or their device, are not those of the cache, or no backend stores them."""
+    """Raise KvdslError if new keys differ from the cache in rows or device, or have an unsupported dtype."""
     if length == 0:
         check_dtype(key.dtype)
         return
@@ -45,27 +45,27 @@ def check_continues(state: SlotState, key: Tensor, length: int, batch_size: int)
 
 
 def check_length(length: int, tokens: int) -> None:
-    """Raise KvdslError before positions, which are 32 bits wide, run over."""
+    """Raise KvdslError before positions overflow int32."""
     if length + tokens > MOST_TOKENS:
         raise KvdslError(
-            f"a cache counts {MOST_TOKENS:,} tokens, and {length:,} have been seen: call `cache.reset()` and begin anew with the "
+            f"a cache counts {MOST_TOKENS:,} tokens, and {length:,} have been seen: call `cache.reset()` and begin again with the "
             f"end of the text"
         )
 
 
 def check_window(module: nn.Module, layer: int, window: int | None, asked: int | None) -> None:
-    """Raise KvdslError if the model's mask has another window than its cache. The test of a new model pads, so that its masks tell."""
+    """Raise KvdslError if the model's mask and its cache have different windows. The self-test pads, so that masks are checked there."""
     if asked in (UNTOLD, window):
         return
     masked, cached = ("the whole text" if size is None else f"{size} tokens" for size in (asked, window))
     raise KvdslError(
         f"{type(module).__name__} is masked to see {masked}, but transformers' own cache would give it {cached} in layer {layer}: "
-        f"a prompt and what follows it see different things, which no policy can follow"
+        f"prompts and decoded tokens would see different tokens, which no policy supports"
     )
 
 
 def check_text(state: SlotState, positions: Tensor | None, real: Tensor | None, tokens: int) -> None:
-    """Notice positions that go back: an unrelated prompt. Never waits for a GPU's decode step."""
+    """Raise KvdslError if positions go back, as for an unrelated prompt. Skipped in decode steps on GPUs, to avoid waiting."""
     if positions is None or positions.ndim != 2 or not state.allocated:
         return
     if tokens == 1 and positions.device.type != "cpu":
@@ -80,9 +80,9 @@ def check_text(state: SlotState, positions: Tensor | None, real: Tensor | None, 
 
 
 def check_gaps(state: SlotState, real: Tensor, window: int) -> None:
-    """Raise KvdslError for padding behind text in a layer with a window: transformers' windows count it, and slots do not hold it.
+    """Raise KvdslError for padding behind text in a layer with a window: transformers counts padding in its windows, kvdsl does not.
 
-    When `check_text` looks.
+    Skipped in decode steps on GPUs.
     """
     if real.shape[1] == 1 and real.device.type != "cpu":
         return
@@ -97,7 +97,7 @@ def check_gaps(state: SlotState, real: Tensor, window: int) -> None:
 
 
 def check_counting(state: SlotState, counting: Counting, positions: Tensor | None, call: AttentionCall) -> None:
-    """Notice positions that do not count tokens, under compact ones. When `check_text` looks."""
+    """Raise KvdslError if positions do not count tokens one by one, under compact positions. Skipped in decode steps on GPUs."""
     positions, (rows, _, tokens, _) = counting.take(positions), call.query.shape
     if positions is None or positions.ndim not in (2, 3) or positions.shape[-1] != tokens:
         return
@@ -109,40 +109,40 @@ def check_counting(state: SlotState, counting: Counting, positions: Tensor | Non
 
 
 def check_mask(state: SlotState, columns: int, mask: Tensor, *, one_token: bool) -> None:
-    """Raise KvdslError for a mask of the whole text, [batch, columns], that leaves out tokens which are cached.
+    """Raise KvdslError if a mask of the whole text, [batch, columns], hides cached tokens, which would be attended to.
 
-    They would be attended to all the same. Never waits for a GPU's decode step.
+    Skipped in decode steps on GPUs.
     """
     if not state.allocated or (one_token and mask.device.type != "cpu"):
         return
     seen = state.seen
     if mask.shape[1] < columns or len(mask) != len(seen):
-        return  # which is looked at where the mask is read
+        return  # `mask` reports this
     left_out = seen - (mask[:, :columns] != 0).sum(1).to(seen)
     if bool((left_out > 0).any()):
         row = int(left_out.argmax())
         raise KvdslError(
             f"row {row} of the attention mask leaves out {int(left_out[row])} of {int(seen[row])} tokens that were cached as text: a "
-            f"cache of slots cannot hide them again; mask padding when it comes, or call `cache.reset()` and pass the text anew"
+            f"cache of slots cannot hide them again; mask padding when it comes, or call `cache.reset()` and pass the text again"
         )
 
 
 def texts_of_one(state: SlotState) -> Tensor:
-    """The rows of which a single token has come, and of which no more is expected, bool [batch]."""
+    """Return the rows with a single token so far and no more expected, bool [batch]."""
     return state.seen.clamp(min=state.expected) == 1
 
 
 def check_rate(state: SlotState, call: AttentionCall) -> None:
-    """Raise KvdslError where a rate would bound the whole text by its first token: a prompt that comes token by token, say."""
+    """Raise KvdslError if a prompt comes token by token, so that a budget's ratio would be of its first token."""
     concerned = texts_of_one(state)
     if call.real is not None:
         concerned = concerned & call.real.any(1)
     if bool(concerned.any()):
         budget = state.settings.params.get("budget")
-        told = "by default" if budget is None else f"{spelled(budget)},"
+        source = "by default" if budget is None else f"{spelled(budget)},"
         where = "" if len(concerned) == 1 else f" of row {int(concerned.int().argmax())}"
         raise KvdslError(
-            f"`budget` of {state.spec.name} is {told} a ratio of the prompt, and one token has come as the prompt{where}: pass "
+            f"`budget` of {state.spec.name} is {source} a ratio of the prompt, and one token has come as the prompt{where}: pass "
             f"the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
             f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
         )

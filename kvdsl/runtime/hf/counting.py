@@ -1,7 +1,7 @@
-"""Where the model puts tokens, as against how many came: compact positions turn keys by the count.
+"""Position ids compared with token counts: compact positions rotate keys by the count.
 
-A constant makes no difference, because only distances matter to rotated keys. A gap does, as behind an image whose tokens share
-places (M-RoPE), behind padding that the model counts, and between packed texts.
+A constant offset is allowed, because only distances matter to rotated keys. Gaps are not: behind an image whose tokens share positions
+(M-RoPE), behind padding that the model counts, and between packed texts.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 
 _UNKNOWN = torch.iinfo(torch.int64).min
-"""The offset of a row of which no token has come with a position."""
+"""The offset of a row without tokens so far."""
 
 
 class Counting:
-    """Shared by the layers of one cache: by how much positions and count differ, for each axis of positions and each row.
+    """The offset between positions and counts for each axis of positions and each row, shared by the layers of a cache.
 
     Attributes:
-        heard: the position ids of the forward that is about to run, as its text model was given them; None where it was not.
+        heard: position ids of the coming forward, as passed to the text model, or None.
     """
 
     def __init__(self) -> None:
         self.heard: Tensor | None = None
         self._offset: Tensor | None = None
 
-    def take(self, told: Tensor | None) -> Tensor | None:
-        """The position ids of this forward: what was heard, which may have axes (M-RoPE), else what attention was told."""
+    def take(self, positions: Tensor | None) -> Tensor | None:
+        """Return this forward's position ids: the recorded ones, which may have axes (M-RoPE), else those passed to attention."""
         heard, self.heard = self.heard, None
-        return told if heard is None else heard
+        return positions if heard is None else heard
 
     def check(self, positions: Tensor, real: Tensor | None, seen: Tensor, policy: str) -> None:
-        """Note where a forward's tokens stand, padding aside.
+        """Check a forward's positions, padding excluded.
 
         Args:
             positions: int [batch or 1, tokens], or [axes, batch or 1, tokens].
             real: bool [batch, tokens], False for padding, or None.
-            seen: int [batch], tokens that came before.
+            seen: int [batch], tokens before this forward.
 
         Raises:
-            KvdslError: if they are not counted one by one from where the row's last tokens were.
+            KvdslError: if positions do not continue those of the row's last tokens one by one.
         """
         positions = positions.to(seen.device, torch.int64).reshape(-1, *positions.shape[-2:])
         if self._goes_on(positions, real, seen):
@@ -56,38 +56,37 @@ class Counting:
         self._offset = torch.where(came, least, before)
 
     def _goes_on(self, positions: Tensor, real: Tensor | None, seen: Tensor) -> bool:
-        """Whether this is one token for each row, and where it should be: nearly always, so that it is asked first."""
+        """Return True quickly in the common case: one token per row, at the expected position."""
         if positions.shape[2] > 1 or self._offset is None or not torch.equal(positions[..., 0] - seen, self._offset):
             return False
         return real is None or bool(real.all())
 
     def _before(self, like: Tensor, seen: Tensor) -> Tensor:
-        """The offsets so far, int64 [axes, batch] as these; of a row without tokens, none."""
+        """Return the offsets so far, int64 [axes, batch]."""
         before, known = torch.full_like(like, _UNKNOWN), self._offset
         if known is not None and known.shape[1] == like.shape[1]:
-            axes = min(len(known), len(like))  # the last ones turn keys; a first one may tell packed texts apart
+            axes = min(len(known), len(like))  # the last axes rotate keys; a first one may number packed texts
             before[-axes:] = known[-axes:]
         return before.masked_fill(seen == 0, _UNKNOWN)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Replace row i by row rows[i]."""
         if self._offset is not None:
             self._offset = self._offset.index_select(1, rows.to(self._offset.device))
 
     def forget(self) -> None:
-        """Nothing has come in."""
         self.heard = self._offset = None
 
 
 def _places(real: Tensor | None, seen: Tensor, tokens: int) -> Tensor:
-    """The count of every token, int64 [batch, tokens]; that of padding means nothing."""
+    """Return every token's count, int64 [batch, tokens]; arbitrary for padding."""
     if real is None:
         return seen[:, None] + torch.arange(tokens, device=seen.device)
     return seen[:, None] + real.cumsum(1) - 1
 
 
 def _extent(offset: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The least and the largest offset of a row's tokens, int64 [axes, batch] each, and whether any came, bool [batch]."""
+    """Return the smallest and largest offset per row, int64 [axes, batch], and which rows have tokens, bool [batch]."""
     if real is None:
         return offset.amin(2), offset.amax(2), torch.ones_like(offset[0, :, 0], dtype=torch.bool)
     limits = torch.iinfo(torch.int64)
@@ -95,7 +94,7 @@ def _extent(offset: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor
 
 
 def _first(offset: Tensor, real: Tensor | None) -> Tensor:
-    """The offset of every row's first token, int64 [axes, batch]."""
+    """Return the offset of each row's first token, int64 [axes, batch]."""
     if real is None:
         return offset[..., 0]
     return offset.gather(2, real.int().argmax(1)[None, :, None].expand(len(offset), -1, 1))[..., 0]
@@ -104,12 +103,12 @@ def _first(offset: Tensor, real: Tensor | None) -> Tensor:
 def _refusal(
     positions: Tensor, places: Tensor, wrong: Tensor, real: Tensor | None, strays: Tensor, policy: str
 ) -> KvdslError:
-    """What to say of the first token that strays.
+    """Return the error for the first wrong token.
 
     Args:
         positions: int64 [axes, batch or 1, tokens].
         places: int64 [batch, tokens].
-        wrong: bool [axes, batch, tokens], which stand elsewhere than their row's first tokens say.
+        wrong: bool [axes, batch, tokens], tokens with another offset than the row's first.
         strays: bool [axes, batch].
     """
     axis, row = (int(index) for index in strays.nonzero()[0])

@@ -1,9 +1,8 @@
-"""A model's forwards, seen from the cache that they are given.
+"""Hooks before and after a model's forward with a kvdsl cache.
 
-A cache sees keys and values only. So the classes of a served model and of its parts have a `__call__` that looks for a cache of ours among
-the arguments, however they are passed. Before the forward the cache learns which tokens come and where they stand; behind it, the cache
-checks that every layer of its policy has been through it once. Instances keep their attributes, so a pickled model knows nothing of
-kvdsl, and forwards without a cache of ours are as before.
+A cache layer sees keys and values only. So the classes of a served model get a `__call__` that looks for a kvdsl cache among its
+arguments. Before the forward, the cache records the new tokens and their positions. After it, the cache checks that every managed layer
+ran once. Instances are unchanged, so a model can be pickled; forwards without a kvdsl cache run as before.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf.watch import Watch
 
 _SERVES = "_kvdsl_serves"
-"""An attribute of the `__call__`s that look for a cache."""
+"""Attribute of installed `__call__`s."""
 
 
 def serve_forwards(model: PreTrainedModel) -> None:
-    """Have the classes of the model and its parts look for caches of ours; doing it again changes nothing."""
+    """Install the hook in the classes of the model and its parts. Idempotent."""
     for part in {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}:
         if not hasattr(part.__call__, _SERVES):
             part.__call__ = _over(part.__call__)  # type: ignore[method-assign]
@@ -50,7 +49,7 @@ def _over(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch | None:
-    """What watches the cache of ours that a forward is given, by name or by place; None without such a cache."""
+    """Return the `Watch` of a kvdsl cache among a forward's arguments, or None."""
     named = cache_of(kwargs)
     if named is not None:
         return getattr(named, "_watch", None)
@@ -60,7 +59,7 @@ def _watch_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch | None:
 def _watched(
     watch: Watch, own: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a forward between the two looks at it. A part of a model that runs already only tells where its tokens stand."""
+    """Run a forward between `begin_forward` and `end_forward`. Inner models of a running forward only record positions."""
     given = kwargs if not args else {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
     if watch.is_running:
         watch.hear_positions(model, given.get("position_ids"))
@@ -80,12 +79,12 @@ def _watched(
 
 @functools.cache
 def _names(model: type[nn.Module]) -> tuple[str, ...]:
-    """What a forward calls its arguments, in their order."""
+    """Return the names of a forward's arguments in order."""
     return tuple(inspect.signature(model.forward).parameters)[1:]
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:
-    """Raise KvdslError where transformers would take the cache away from layers, in order to run them a second time."""
+    """Raise KvdslError for gradient checkpointing: transformers then runs layers twice, without the cache."""
     if not model.training or not torch.is_grad_enabled():
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -96,7 +95,7 @@ def _refuse_checkpointing(model: nn.Module) -> None:
 
 
 def tokens_of(given: dict[str, Any]) -> int | None:
-    """How many tokens a forward is given; None if its arguments have another form."""
+    """Return the number of tokens passed to a forward, or None if the arguments have another form."""
     fed = given.get("inputs_embeds")
     fed = given.get("input_ids") if fed is None else fed
     return fed.shape[1] if isinstance(fed, Tensor) and fed.ndim > 1 else None

@@ -1,7 +1,7 @@
-"""What generation tells the cache that it uses: the text that it continues, how many tokens are guesses, and what it is about to run.
+"""Hooks in `generate` with a kvdsl cache: checks of the text that it continues, and the number of guesses.
 
-Generation hands a forward the new tokens alone. So some of the methods by which it prepares them look at the whole text first. The
-methods of the model's class are replaced; without a cache of ours they do what they did.
+`generate` passes only new tokens to a forward. So hooks in methods of the model's class see the whole text first. Without a kvdsl cache
+they change nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf.watch import Watch
 
 _SERVES = "_kvdsl_serves"
-"""An attribute of the methods that look for a cache."""
+"""Attribute of installed methods."""
 
 
 def serve_generation(model: PreTrainedModel) -> None:
-    """Have the methods of the model's class look for caches of ours; doing it again changes nothing."""
+    """Install the hooks in the model's class. Idempotent."""
     for name, over in _OVER.items():
         own = getattr(type(model), name, None)
         if own is not None and not hasattr(own, _SERVES):
@@ -37,7 +37,7 @@ def serve_generation(model: PreTrainedModel) -> None:
 
 
 def _watch_of(cache: Any) -> Watch | None:
-    """What watches a cache, if it is one of ours."""
+    """Return the `Watch` of a kvdsl cache, or None."""
     return getattr(cache, "_watch", None)
 
 
@@ -45,7 +45,7 @@ def _watch_of(cache: Any) -> Watch | None:
 
 
 def _over_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`prepare_inputs_for_generation`, which looks at the text before its first forward, and keeps the cache in every one."""
+    """Wrap `prepare_inputs_for_generation`: check the text before its first forward, and keep the cache in every forward."""
 
     @functools.wraps(own)
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _over_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_text(watch: Watch, input_ids: Tensor, new: int | None, kwargs: dict[str, Any]) -> None:
-    """Raise KvdslError if the text that generation is about to go on with does not continue what is cached."""
+    """Raise KvdslError if the text does not continue the cached one."""
     if kwargs.get("use_cache") is False:
         raise KvdslError(
             "`use_cache=False` runs the whole text again for every token, but the cache holds it already: leave out "
@@ -85,14 +85,14 @@ def _check_text(watch: Watch, input_ids: Tensor, new: int | None, kwargs: dict[s
 
 
 def _check_whole(watch: Watch, input_ids: Tensor, made: Any, kwargs: dict[str, Any]) -> None:
-    """Raise KvdslError if the whole text is about to run where guesses begin on a filled cache."""
+    """Raise KvdslError if the whole text would run again on a filled cache, before guesses."""
     ids, embeddings = _text(input_ids, kwargs)
     if tokens_of(made) == (input_ids if embeddings is None else embeddings).shape[1]:
         watch.check_whole(ids, embeddings, _columns(kwargs.get("attention_mask"), kwargs.get("position_ids")))
 
 
 def _text(input_ids: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """The text as ids or as embeddings, of which one is None."""
+    """Return the text as ids or as embeddings; the other is None."""
     embeddings = kwargs.get("inputs_embeds")
     return (input_ids, None) if embeddings is None else (None, embeddings)
 
@@ -100,13 +100,13 @@ def _text(input_ids: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor | None, Ten
 def _with_cache_again(
     model: Any, cache: Any, made: dict[str, Any], input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The inputs of a forward that the model has prepared without its cache, with the cache.
+    """Return a forward's inputs with the cache, after the model dropped it.
 
-    Phi-3 drops the cache where its text grows past the length from which other frequencies rotate keys, in order to read the whole text
-    anew. If its frequencies do change, the cache is emptied for that; else it goes on.
+    Phi-3 drops the cache where its text grows beyond the length at which its rotary frequencies change, to read the whole text again. If
+    they do change, the cache is reset for that. Otherwise it is kept.
 
     Raises:
-        KvdslError: if the cached text would have to be read anew, and is not at hand.
+        KvdslError: if the cached text must be read again but is not available.
     """
     cached = cache.get_seq_length()
     if not cached or not changes_frequencies(model):
@@ -114,33 +114,34 @@ def _with_cache_again(
     if cache._watch.is_recording or tokens_of(made) != input_ids.shape[1] or input_ids.shape[1] <= cached:
         raise KvdslError(
             f"{type(model).__name__} rotates keys by other frequencies from here on, so that the {cached} cached tokens would have to be "
-            f"read anew: generate without guesses and from `input_ids`, or begin with a prompt of that length"
+            f"read again: generate without guesses and from `input_ids`, or begin with a prompt of that length"
         )
     cache.reset()
-    anew = {name: value for name, value in made.items() if name != "cache_position"}  # in 4.57 that of the last token alone
-    return {**anew, **with_cache(cache)}
+    # In 4.57 `cache_position` is that of the last token only.
+    inputs = {name: value for name, value in made.items() if name != "cache_position"}
+    return {**inputs, **with_cache(cache)}
 
 
 def _columns(mask: Any, positions: Any) -> int:
-    """How many tokens generation speaks of, cached ones included, by what it has for each; 0 if by nothing."""
-    for told in (mask, positions):
-        if isinstance(told, Tensor) and told.ndim == 2:
-            return told.shape[1]
+    """Return how many tokens the mask or the positions cover, cached ones included; 0 if unknown."""
+    for covered in (mask, positions):
+        if isinstance(covered, Tensor) and covered.ndim == 2:
+            return covered.shape[1]
     return 0
 
 
 def _new_tokens(kwargs: dict[str, Any]) -> int | None:
-    """How many of the last tokens are to be run; None if all are."""
+    """Return how many of the last tokens will run, None for all."""
     position = kwargs.get("cache_position")
-    told: int | None = kwargs.get("next_sequence_length", None if position is None else position.shape[0])
-    return told
+    count: int | None = kwargs.get("next_sequence_length", None if position is None else position.shape[0])
+    return count
 
 
 # -- a prompt ----------------------------------------------------------------------------------------------------------
 
 
 def _over_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`_prepare_attention_mask_for_generation`, which takes pad tokens for padding; what a single prompt ends in is text."""
+    """Wrap `_prepare_attention_mask_for_generation`, which takes pad tokens for padding: at the end of a single prompt they are text."""
 
     @functools.wraps(own)
     def prepare(self: Any, inputs: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -154,7 +155,7 @@ def _over_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _over_guesses(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`_get_candidate_generator`, which generation calls before its first forward if an assistant or the text is to guess ahead."""
+    """Wrap `_get_candidate_generator`, which is called before the first forward of assisted decoding or prompt lookup."""
 
     @functools.wraps(own)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ def _over_guesses(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_prefill(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`_prefill`, which may cut what follows the cached text into chunks, and prepares each as if it were the text."""
+    """Wrap `_prefill`, which may split the prompt into chunks and prepares each like a whole text."""
 
     @functools.wraps(own)
     def prefill(self: Any, input_ids: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +184,7 @@ def _over_prefill(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over_early_chunks(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`_prefill_chunking`, which does so in transformers 4.57."""
+    """Wrap `_prefill_chunking`, the same in transformers 4.57."""
 
     @functools.wraps(own)
     def prefill(self: Any, input_ids: Tensor, settings: Any, **kwargs: Any) -> Any:
@@ -198,7 +199,7 @@ def _over_early_chunks(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _padding_known(watch: Watch, mask: Any) -> Iterator[None]:
-    """Look at the padding of a whole prompt, of which a chunk may end in a gap."""
+    """Check the padding of a whole prompt before its chunks, which may end in padding."""
     _refuse_right_padding(mask)
     watch.knows_padding = True
     try:
@@ -208,7 +209,7 @@ def _padding_known(watch: Watch, mask: Any) -> Iterator[None]:
 
 
 def _refuse_right_padding(mask: Any) -> None:
-    """Raise KvdslError if a row of the prompt's mask, [batch, tokens], ends in padding that text comes before."""
+    """Raise KvdslError if a row of the prompt's mask, [batch, tokens], is padded on the right."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return
     padded = (mask[:, -1] == 0) & (mask != 0).any(1)
@@ -226,4 +227,4 @@ _OVER = {
     "_prefill": _over_prefill,
     "_prefill_chunking": _over_early_chunks,
 }
-"""The methods that look for a cache, and how."""
+"""Methods to wrap."""

@@ -1,8 +1,7 @@
-"""Gradients do not pass through a cache: it keeps numbers and no graph. Whoever asks for them is told so, and nobody else.
+"""An error for gradients through a cache, which keeps no graph.
 
-A forward that forgets `torch.no_grad()` is right all the same, so the error waits for `backward()`. What raises it is an operator,
-because `torch.compile` traces a backward long before it runs. What an earlier forward cached may be asked for as well: a soft prompt,
-say, behind which a frozen model runs.
+A forward without `torch.no_grad()` is valid, so the error is raised in `backward()`. An operator raises it, because `torch.compile` traces
+a backward long before it runs. The gradient may be of what an earlier forward cached, such as a soft prompt before a frozen model.
 """
 
 from __future__ import annotations
@@ -20,22 +19,19 @@ _operators.define("attended(Tensor out, Tensor[] asked) -> Tensor")
 _operators.define("refuse_gradient(Tensor gradient, SymInt[] size) -> Tensor")
 
 _EARLIER = torch.empty(0, requires_grad=True)
-"""Stands for what earlier forwards cached and somebody may want a gradient of: their graphs are gone."""
+"""Stands for cached tensors that required a gradient; their graphs are gone."""
 
 
 class Gradients:
-    """Whether somebody may want a gradient of what a layer has cached."""
+    """Detects whether a gradient through a layer's cache may be needed."""
 
     _asked = False
 
     def refused(self, out: Tensor, call: AttentionCall) -> Tensor:
-        """What attention returns, so that its gradient is an error if it could be wanted, of this forward or of what is cached.
-
-        Queries, keys, values, sinks and slopes that require a gradient have one without us.
-        """
+        """Return attention's output so that its gradient raises an error, if an input of this or an earlier forward requires one."""
         asked = [x for x in (call.query, call.key, call.value, call.sinks, call.slopes) if x is not None and x.requires_grad]
         if asked:
-            self._asked = True  # written and not read, so that no graph is compiled anew for it
+            self._asked = True  # only written here: reading it would make torch recompile
         elif not self._asked:
             return out
         attended: Tensor = torch.ops.kvdsl.attended(out, asked or [_EARLIER])

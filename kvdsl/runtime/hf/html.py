@@ -1,4 +1,4 @@
-"""A cache as a notebook shows it: what it is, what it may hold, and which tokens of the text each layer holds."""
+"""A cache in a notebook: its settings, its size, and which tokens each layer holds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from kvdsl.runtime.hf.layer import SlotLayer
 
 _CELLS = 240
-"""A strip has at most so many cells; of a longer text a cell stands for several tokens."""
+"""Most cells of a strip. In a longer text a cell stands for several tokens."""
 
 _SHADES = 10
 _HEIGHT = 10
-"""Of a strip, in pixels."""
+"""Pixels."""
 
 
 def cache_html(facts: str, layers: Sequence[SlotLayer]) -> str:
-    """A line of facts and a strip for each layer; of a batch its first row. Colours are those of the text around it."""
+    """Return a line of facts and a strip per layer, for the batch's first row. Colours follow the page."""
     parts = [f"<div><code>{escape(facts)}</code></div>"]
     if layers[0].state.allocated:
         parts.append(f"<table>{_head(layers[0])}{''.join(map(_line, layers))}</table>")
@@ -45,7 +45,7 @@ def _row(tag: str, cells: Iterable[str]) -> str:
 
 
 def _most(layer: SlotLayer) -> str:
-    """What each KV head of the layer is allowed once it has settled, as the numbers of the first row have it."""
+    """Describe how many tokens a KV head of the layer holds after a settle, in the first row."""
     if "capacity" not in layer.state.spec.numbers:
         return "every token"
     capacity = layer.state.settings.named(layer.state.numbers)["capacity"][0]
@@ -55,7 +55,7 @@ def _most(layer: SlotLayer) -> str:
 
 
 def _strip(layer: SlotLayer) -> str:
-    """The text from left to right; a cell's opacity is the share of its tokens, over all KV heads, that are held."""
+    """Return the text from left to right; a cell's opacity is the share of its tokens that are held, over all KV heads."""
     shares = _shares(layer)
     return (
         f'<svg width="{2 * len(shares)}" height="{_HEIGHT}" viewBox="0 0 {len(shares)} 1" preserveAspectRatio="none" role="img" '
@@ -65,7 +65,7 @@ def _strip(layer: SlotLayer) -> str:
 
 
 def _shares(layer: SlotLayer) -> list[int]:
-    """Of each cell how much is held, in shades."""
+    """Return the shade of each cell."""
     position, length = layer.state.position[0], max(1, int(layer.state.seen[0]))
     tokens = -(-length // _CELLS)
     held = torch.bincount(position[position >= 0].cpu() // tokens, minlength=-(-length // tokens))
@@ -75,7 +75,7 @@ def _shares(layer: SlotLayer) -> list[int]:
 
 
 def _cells(shares: list[int]) -> Iterator[str]:
-    """A rectangle for each run of equal shades."""
+    """Yield a rectangle per run of equal shades."""
     start = 0
     for shade, run in groupby(shares):
         size = len(list(run))

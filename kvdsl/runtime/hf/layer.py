@@ -1,4 +1,4 @@
-"""One layer's slots, seen as a transformers cache layer."""
+"""One layer's slots as a transformers cache layer."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from kvdsl.runtime.torch.eviction import end_turn
 ChooseBackend = Callable[[torch.device, torch.dtype], Backend]
 
 MARK = "_kvdsl_layer"
-"""An attribute of keys: the layer that stores them. The attention function finds it there."""
+"""Attribute of keys: their layer, for the attention function."""
 
 
 def mark(key: Tensor, layer: Any) -> Tensor:
-    """Return the key as a new view that knows its layer."""
+    """Return a view of the key with its layer attached."""
     marked = key.view(key.shape)
     setattr(marked, MARK, layer)
     return marked
 
 
 class SlotLength(int):
-    """The logical length of a cache of ours: the mask function knows by its type that it serves slots."""
+    """The logical length of a kvdsl cache. Its type tells the mask function that it serves slots."""
 
     layer: SlotLayer | None = None
-    """The layer that the mask is for, if there is one."""
+    """The layer of the mask, if there is one."""
 
 
 UNCOUNTED = SlotLength(-1)
-"""The length in a compiled forward, where a number would be compiled in."""
+"""The length in a compiled forward, where a number would become a constant."""
 
 
 class SlotLayer(Linked, CacheLayerMixin):
-    """One layer: counts what the model has seen, and passes attention on to a backend.
+    """One layer: counts the tokens that the model has seen, and passes attention to a backend.
 
-    `update` stores nothing: it hands the new keys and values back, marked, and the attention function calls `attend`.
+    `update` stores nothing: it returns the new keys and values with a mark, and the attention function calls `attend`.
 
     Attributes:
         state: the slots.
         sync: what the layers of the cache share.
-        undo: what can be taken back of the last tokens.
-        window: how far back queries see, themselves included, or None.
-        rope: how the module rotates queries and keys, where the policy must know; else None.
-        counted: tokens that the layer's own forwards have brought, padding included; see `length`.
-        backend: what serves the layer, from its first forward on.
+        undo: records of the last steps.
+        window: the number of tokens that a query sees, or None.
+        rope: the model's rotation of queries and keys, if the policy needs it, else None.
+        counted: tokens counted in this layer's own forwards, padding included; see `length`.
+        backend: set in the first forward.
     """
 
     LINKS = ("rope", "backend", "head_offset", "_choose", "_module", "_gradients")
@@ -98,7 +98,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         sync.enter(self)
 
     def attach(self, fresh: SlotLayer) -> None:
-        """Have what a fresh layer of the model has."""
+        """Take over a fresh layer's links to the model, after unpickling."""
         self.rope, self.head_offset, self._choose, self._module = fresh.rope, fresh.head_offset, fresh._choose, fresh._module
         self._gradients = fresh._gradients
         if self.state.allocated:
@@ -113,7 +113,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     @property
     def length(self) -> int:
-        """Tokens that the model has seen, padding included (transformers' idea of the cache's length)."""
+        """Tokens that the model has seen, padding included (transformers' length of a cache)."""
         if self.sync.ahead:
             self.sync.catch_up()
         return self.counted
@@ -121,10 +121,10 @@ class SlotLayer(Linked, CacheLayerMixin):
     # -- a forward -----------------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Nothing to do: the slots are allocated when the prompt's length is known."""
+        """Do nothing: slots are allocated when the prompt's length is known."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take note of new tokens and hand them back marked.
+        """Check new tokens and return them marked.
 
         Args:
             key_states: [batch, kv_heads, tokens, key_dim].
@@ -159,8 +159,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         Args:
             query, key, value: as in `AttentionCall`, `key` marked by `update`.
             real: bool [batch, tokens], False for padding, or None.
-            positions: the model's position ids, [batch or 1, tokens], to notice an unrelated text; None where it has none.
-            asked_window: of the model's mask, `checks.UNTOLD` where that says nothing.
+            positions: the model's position ids, [batch or 1, tokens], to detect an unrelated text, or None.
+            asked_window: window of the model's mask; `checks.UNTOLD` without a mask.
 
         Raises:
             KvdslError: if the tokens cannot continue what is cached.
@@ -177,7 +177,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         return self._gradients.refused(out, call) if torch.is_grad_enabled() else out
 
     def attend_eagerly(self, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
-        """`attend`, once everything that may be wrong has been looked at."""
+        """Run `attend` outside of graphs, after all checks."""
         if self._module() is not module:
             self.sync.require_owner(module)
             self._module = weakref.ref(module)
@@ -193,7 +193,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:
             call = call._replace(supplied=self.supplying.of_forward(self.state, module, call))
-        # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
+        # Under autocast, queries and keys are float32 after the rotation. The cache keeps its own dtype.
         wanted = call.value.dtype
         call = call.cast(self.state.dtype if self.state.allocated or self.state.packed else wanted)
         if self.undo.log is None:
@@ -208,7 +208,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         return out if out.dtype == wanted else out.to(wanted)
 
     def _serve(self, call: AttentionCall) -> Tensor:
-        """A forward of several tokens is a prompt, unless `one_by_one`, and so is the very first; a token after it is decoded."""
+        """Serve a forward: several tokens are a prompt unless `one_by_one`, and so is the first forward; a single token is decoded."""
         tokens = call.key.shape[2]
         if self.length == 0 or (tokens > 1 and not self.sync.one_by_one):
             out = self._read_prompt(call)
@@ -238,29 +238,29 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
+        """Whether `torch.compile` can trace decode steps: the slots have their final number."""
         if self._has_rate_of_one or not self.supplying.by_functions(self.state.spec):
             return False
-        return self.undo.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
+        return self.undo.log is None and self.state.stays_fixed()  # transformers 4.57 allows no guesses with graphs
 
     def check_mask(self, mask: Tensor, *, one_token: bool) -> None:
-        """See `checks.check_mask`; not behind a compiled forward, of which nothing is counted yet."""
+        """Run `checks.check_mask`, except after a compiled forward that is not counted yet."""
         if not self.sync.ahead:
             checks.check_mask(self.state, self.counted, mask, one_token=one_token)
 
-    # -- what transformers asks ----------------------------------------------------------------------------------------
+    # -- transformers' interface ---------------------------------------------------------------------------------------
 
     def get_seq_length(self, *args: Any) -> int | Tensor:  # type: ignore[override]
-        """Tokens seen, padding included; a tensor where reading it would be compiled into a constant, or wait for a GPU."""
+        """Return the tokens seen, padding included; as a tensor if an int would become a constant or wait for a GPU."""
         if self.sync.is_tensor() and self.sync.total is not None:
             return self.sync.total
         return self.length
 
     def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
-        """The logical length after the forward, marked as ours, and no offset.
+        """Return the logical length after the forward, as `SlotLength`, and offset 0.
 
         Raises:
-            KvdslError: if nothing is new.
+            KvdslError: if there are no new tokens.
         """
         if self.sync.is_tensor():
             return UNCOUNTED, 0
@@ -275,7 +275,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         return length, 0
 
     def get_max_length(self) -> int:
-        """No limit: the slots bound the memory, not the text."""
+        """Return -1, no limit: slots bound the memory, not the text."""
         return -1
 
     get_max_cache_shape = get_max_length
@@ -283,7 +283,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self.state.reset()
         self.undo, self._gradients = Undo(self.state), Gradients()
         self.counted = 0
@@ -293,7 +293,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.sync.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Replace row i by row beam_idx[i]."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -301,7 +301,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Row i becomes what row indices[i] was, once a cache that of the text, too; or keep these rows only, if they are marked."""
+        """Replace row i by row indices[i]; with a bool mask, keep the marked rows. The first layer also moves the recorded text."""
         if not self.length:
             return
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
@@ -318,7 +318,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether steps are noted; transformers sets it to False when it is done with taking them back."""
+        """Whether steps are recorded. transformers sets it to False when assisted decoding ends."""
         return self.undo.log is not None
 
     @record_past.setter
@@ -332,20 +332,20 @@ class SlotLayer(Linked, CacheLayerMixin):
         left = self.length - removed
         with plain_tensors():
             self.undo.take_back(self.length, removed)
-        self.mark_cached()  # what returned may have been marked since
+        self.mark_cached()  # returned tokens may have been marked since
         self.counted = left
         self.sync.add(self, -removed)
 
-    # -- what the caller knows of the text -----------------------------------------------------------------------------
+    # -- spans and turns -----------------------------------------------------------------------------------------------
 
     def end_turn(self) -> None:
-        """A turn has ended; see `KVCache.end_turn`."""
+        """End a turn; see `KVCache.end_turn`."""
         with plain_tensors():
             end_turn(self.state)
         self.undo.forget()
 
     def mark_cached(self) -> None:
-        """Have the tokens that are held lie in the spans that are marked by now."""
+        """Update the cached tokens' spans."""
         if self.state.allocated and self.state.spec.spans:
             with plain_tensors():
                 self.supplying.marks.mark_cached(self.state)
@@ -363,7 +363,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     prefetch = offload
 
     def bytes(self) -> int:
-        """What the slots occupy, and what was noted of the last steps."""
+        """Return the size of the slots and of recorded steps in bytes."""
         return self.state.bytes() + (0 if self.undo.log is None else self.undo.log.bytes())
 
     def __repr__(self) -> str:
@@ -372,9 +372,9 @@ class SlotLayer(Linked, CacheLayerMixin):
 
 
 def _fits_a_graph(layer: SlotLayer, call: AttentionCall) -> bool:
-    """Whether a compiled forward can serve this: one more token, for slots that are there and do not grow.
+    """Whether a compiled forward can serve this call: one token, slots of their final number.
 
-    Asked when the forward is traced; nothing here may differ from one step to the next.
+    Evaluated when the forward is traced, so the answer must not change from step to step.
     """
     state = layer.state
     if not state.allocated or not state.stays_fixed() or layer.undo.log is not None or call.key.shape[2] != 1:
@@ -385,7 +385,7 @@ def _fits_a_graph(layer: SlotLayer, call: AttentionCall) -> bool:
 
 
 def _attend_in_a_graph(layer: SlotLayer, module: nn.Module, call: AttentionCall) -> Tensor:
-    """`attend` for one token, by operations on tensors alone: nothing that differs from step to step is a number of Python."""
+    """Attend for one token in tensor operations only. A Python number that changes from step to step would cause recompilation."""
     assert layer.backend is not None
     with torch.no_grad():
         if layer.state.spec.supplied:
@@ -400,6 +400,6 @@ def _attend_in_a_graph(layer: SlotLayer, module: nn.Module, call: AttentionCall)
     reason="prompts, several tokens at once and caches that grow are served outside of kvdsl's graphs"
 )
 def _outside_of_graphs(layer: SlotLayer, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
-    """`attend` where a compiled forward meets something that it cannot trace: a graph break."""
+    """Attend where a compiled forward cannot be traced: a graph break."""
     checks.check_continues(layer.state, call.key, layer.length, layer.batch_size)
     return layer.attend_eagerly(module, call, positions)

@@ -1,4 +1,4 @@
-"""Spans: which stretches of the text the caller has marked, and which tokens lie in them."""
+"""Spans: ranges of the text that the caller has marked, and the tokens in them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvdsl.runtime.state.tensors import stays_where_it_is
 EVERY_ROW = -1
 _NO_END = 2**31 - 1
 _FIRST_ROOM = 8
-"""For how many stretches of a span a table has room at first; it doubles."""
+"""Initial rows of a span's table; it doubles."""
 
 
 class Marks(Linked):
-    """What is marked in the text of one cache, by the spans' names: shared by its layers.
+    """The marked ranges of one cache by span, shared by its layers.
 
-    A stretch is the row, `EVERY_ROW` for all, and the places in the row's text where it begins and where it has ended. It is said of
-    places, so that tokens may be marked before they come, while they are cached, and when they are taken back and come again.
+    A range is a row (`EVERY_ROW` for all), its first position and the position behind its last. Tokens may be marked before they come or
+    while they are cached, and stay marked when they are taken back and come again.
     """
 
     def __init__(self) -> None:
@@ -31,22 +31,22 @@ class Marks(Linked):
         self._tables: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
-        """The same stretches in tables of their own."""
+        """Copy the ranges into separate tables."""
         made = Marks()
         made._stretches = {name: list(found) for name, found in self._stretches.items()}
         memo[id(self)] = made
         return made
 
     def forget(self) -> None:
-        """Nothing is marked."""
+        """Remove all marks."""
         self._stretches.clear()
         self._fill()
 
     def add(self, spec: PolicySpec, name: str, start: int, end: int | None, row: int | None, rows: int) -> None:
-        """Mark a stretch; one without an end that begins at the same place ends there.
+        """Mark a range. It closes an open range with the same start.
 
         Raises:
-            KvdslError: if the policy has no such span, or if it is no stretch of a row's text.
+            KvdslError: if the policy has no such span, or the range is invalid.
         """
         refuse_unknown(spec, name)
         for what, value in (("start", start), ("end", end), ("row", row)):
@@ -64,7 +64,7 @@ class Marks(Linked):
         self._fill()
 
     def select_rows(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Replace row i by row rows[i]."""
         if not self._stretches:
             return
         source = rows.tolist()
@@ -75,7 +75,7 @@ class Marks(Linked):
         self._fill()
 
     def of_tokens(self, name: str, position: Tensor) -> Tensor:
-        """Whether tokens at these places, int32 [batch, heads, tokens], lie in a span: float32, of the same shape."""
+        """Return whether positions, int32 [batch, heads, tokens], lie in a span: float32 of the same shape."""
         table = self._table(name, position.device)
         at, first, end = table[:, 0], table[:, 1], table[:, 2]
         row = torch.arange(len(position), device=position.device)[:, None, None, None]
@@ -84,13 +84,13 @@ class Marks(Linked):
         return inside.any(-1).float()
 
     def mark_cached(self, state: SlotState) -> None:
-        """Have the tokens that a layer holds lie in what is marked by now."""
+        """Update the span columns of a layer's cached tokens."""
         columns = state.column_index.single(state.columns)
         for name, column in state.spec.spans:
             columns[column].copy_(self.of_tokens(name, state.position))
 
     def _table(self, name: str, device: torch.device) -> Tensor:
-        """int32 [stretches, 3]; what is not used holds no place."""
+        """Return a span's table, int32 [ranges, 3]; unused rows are empty ranges."""
         table = self._tables.get(name)
         if table is None or table.device != device:
             with plain_tensors():
@@ -101,7 +101,7 @@ class Marks(Linked):
         return self._tables[name]
 
     def _fill(self) -> None:
-        """Write the stretches into the tables that are there, in place as long as they have room."""
+        """Write the ranges into the tables, in place while they have room."""
         for name, table in self._tables.items():
             found = self._stretches.get(name, [])
             with plain_tensors():

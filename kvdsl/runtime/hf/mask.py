@@ -1,7 +1,7 @@
-"""The mask that a forward with a cache of ours gets, and what attention reads from it.
+"""Masks of forwards with a kvdsl cache.
 
-Our attention only needs to know which of the new tokens are padding. A model may run a layer without our attention, though, and then the
-mask must be causal by itself. `SlotMask` is both: it holds the padding, and becomes the whole causal mask when anything else reads it.
+kvdsl's attention only needs the padding of new tokens. Other attention in the model, if there is any, needs a causal mask. `SlotMask`
+serves both: it stores the padding, and becomes the whole causal mask when an operation reads it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvdsl.runtime.hf.layer import UNCOUNTED, SlotLayer, SlotLength
 from kvdsl.runtime.hf.versions import mask_tokens
 
 _WINDOW = "_kvdsl_window"
-"""An attribute of our masks: the window that the model asked for, None for the whole text."""
+"""Attribute of masks: the window that the model asked for, None for the whole text."""
 
 
 class SlotMask(Tensor):
-    """A causal mask [batch, 1, tokens, columns] for the last of the columns, which is allocated only if an operation reads it.
+    """A lazy causal mask [batch, 1, tokens, columns] for the last columns, allocated when an operation reads it.
 
     Attributes:
         text: bool [batch, columns], False for padding; None without padding.
@@ -45,7 +45,7 @@ class SlotMask(Tensor):
         return operator(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """The mask itself."""
+        """Allocate the mask."""
         return _causal(self.text, self.shape, self.dtype, self.device)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -53,7 +53,7 @@ class SlotMask(Tensor):
 
 
 def _causal(text: Tensor | None, size: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
-    """What `SlotMask` stands for: bool, True where a query sees a key; for eager attention, 0 there and the dtype's minimum elsewhere."""
+    """Return a causal mask: bool, True where visible; or for eager attention, 0 where visible and the dtype's minimum elsewhere."""
     tokens, columns = size[2:]
     causal = torch.ones(tokens, columns, dtype=torch.bool, device=device).tril(columns - tokens)
     seen = causal.expand(tuple(size)) if text is None else causal & text[:, None, None]
@@ -63,27 +63,27 @@ def _causal(text: Tensor | None, size: Sequence[int], dtype: torch.dtype, device
 
 
 class Read(NamedTuple):
-    """What a mask says: `real` is bool [batch, tokens], False for padding, or None; `window` is that of the model's mask, or `UNTOLD`."""
+    """What a mask says: `real`, bool [batch, tokens], False for padding, or None; and the model's `window`, or `UNTOLD`."""
 
     real: Tensor | None
     window: int | None
 
 
-# -- made for the model ------------------------------------------------------------------------------------------------
+# -- making masks ------------------------------------------------------------------------------------------------------
 
 
 def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
-    """The mask of a forward with a cache of ours, from what a mask function of transformers is given; None if nothing is to be masked.
+    """Return the mask of a forward with a kvdsl cache, from the arguments of a mask function of transformers; None if nothing is masked.
 
-    Where the policy manages every layer, it has a column for each new token: our attention needs no others, and a compiled step no other
-    shape for each token. Beside layers of transformers' own, which may read it as well, it has one for each cached token, too.
+    If the policy manages every layer, the mask has a column per new token, so its shape is the same for every compiled step. If
+    transformers' own layers also read it, it has a column per cached token too.
 
     Args:
-        additive: whether the model's own attention adds its masks, as eager attention does.
+        additive: whether the model adds masks to logits, as eager attention does.
 
     Raises:
-        KvdslError: if the attention mask does not cover exactly what was cached and what is new, if it hides what was cached, or if the
-            model asks for more than causal attention.
+        KvdslError: if the attention mask does not cover exactly the cached and new tokens, or hides cached ones, or if the model asks for
+            more than causal attention.
     """
     if arguments.get("use_vmap") or not _only_causal(arguments):
         raise KvdslError(
@@ -93,7 +93,7 @@ def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
     tokens, length, window = mask_tokens(arguments), arguments["kv_length"], arguments.get("local_size")
     text = _checked(arguments.get("attention_mask"), length, tokens)
     if text is not None and (length.layer is None or length.layer.sync.is_alone):
-        # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
+        # A copy, because torch would recompile for every new stride of a slice of a growing mask.
         text = text[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
     if tokens == 1:
         made = None if text is None else text[:, None, None]
@@ -110,14 +110,14 @@ def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
 
 
 def _columns(text: Tensor | None, length: SlotLength, tokens: int) -> int:
-    """How many keys the mask is for."""
+    """Return how many keys the mask covers."""
     if text is not None:
         return text.shape[1]
     return tokens if length == UNCOUNTED or length.layer is None or length.layer.sync.is_alone else int(length)
 
 
 def _checked(text: Tensor | None, length: SlotLength, tokens: int) -> Tensor | None:
-    """The mask of the whole text, bool [batch, columns], if there is one."""
+    """Check the mask of the whole text and return it as bool [batch, columns], or None."""
     if text is None:
         return None
     if length != UNCOUNTED and text.shape[-1] != length:
@@ -131,7 +131,7 @@ def _checked(text: Tensor | None, length: SlotLength, tokens: int) -> Tensor | N
 
 
 def _only_causal(arguments: dict[str, Any]) -> bool:
-    """Whether the mask is causal, or causal in a sliding window, which is compared with the layer's own later."""
+    """Whether the mask is causal, perhaps with a sliding window; the window is compared with the layer's later."""
     return arguments.get("local_size") is not None or arguments.get("mask_function") in (None, causal_mask_function)
 
 
@@ -141,17 +141,17 @@ def _rows(arguments: dict[str, Any]) -> int:
 
 
 def _device(arguments: dict[str, Any]) -> Any:
-    """Where the mask is wanted; transformers 4.57 tells by the cache positions."""
+    """Return the mask's device; in transformers 4.57 that of the cache positions."""
     padding, positions = arguments.get("attention_mask"), arguments.get("cache_position")
     found = padding if padding is not None else positions
     return arguments.get("device", "cpu") if found is None else found.device
 
 
-# -- read by attention -------------------------------------------------------------------------------------------------
+# -- reading masks -----------------------------------------------------------------------------------------------------
 
 
 def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
-    """What the mask says that reaches a layer's attention together with a query [batch, heads, tokens, dim].
+    """Return what a layer's mask says, given the query [batch, heads, tokens, dim].
 
     Raises:
         KvdslError: for a mask that hides more than padding.
@@ -171,7 +171,7 @@ def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
 
 
 def _read_in_a_graph(mask: Tensor, tokens: int, layer: SlotLayer) -> Tensor:
-    """The padding of a mask whose numbers nobody can look at: only those that `make` makes have this form."""
+    """Return the padding of a mask whose values cannot be read; only masks from `make` have this shape."""
     rows, columns = mask.shape[2:]
     if rows != tokens or (layer.sync.is_alone and columns != tokens):
         raise _refusal(mask)
@@ -180,9 +180,9 @@ def _read_in_a_graph(mask: Tensor, tokens: int, layer: SlotLayer) -> Tensor:
 
 
 def _read_ready_made(mask: Tensor, query: Tensor, layer: SlotLayer) -> Tensor:
-    """The padding of a whole mask, [batch or 1, 1, tokens, columns], which must be causal otherwise.
+    """Return the padding of a whole mask, [batch or 1, 1, tokens, columns], which must be causal otherwise.
 
-    It is bool, or 0 where a query sees a key and the dtype's minimum elsewhere, as eager attention adds it.
+    It is bool, or 0 where visible and the dtype's minimum elsewhere (eager attention).
     """
     batch, _, tokens, _ = query.shape
     columns = mask.shape[-1]

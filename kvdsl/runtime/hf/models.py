@@ -1,4 +1,4 @@
-"""What kvdsl has to know of a transformers model, and which ones it cannot serve."""
+"""Properties of transformers models that kvdsl needs, and models that it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvdsl.runtime.spec import PolicySpec
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a compiled, PEFT or data-parallel wrapper.
+    """Return the transformers model inside a compiled, PEFT or data-parallel wrapper.
 
     Raises:
         KvdslError: if there is none.
@@ -44,7 +44,7 @@ def _described(thing: Any) -> str:
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The outermost part of the model that has the text config: the model itself, or a multimodal model's decoder."""
+    """Return the outermost part with the text config: the model itself, or a multimodal model's decoder."""
     config = text_config(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config is config:
@@ -53,7 +53,7 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def sizes(config: Any, layers: int) -> dict[str, int]:
-    """What a config says of a model's sizes, by the axes of tensors; the first keys tell the rest."""
+    """Return a model's sizes from its config, by the axes of tensors. The first keys give the rest."""
     found = {
         "layers": layers,
         "heads": getattr(config, "num_key_value_heads", None),
@@ -65,7 +65,7 @@ def sizes(config: Any, layers: int) -> dict[str, int]:
 
 
 def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """The layers that a policy manages and the window in which each attends, None for the whole text.
+    """Return the layers that a policy manages, with each one's window, None for the whole text.
 
     Raises:
         KvdslError: if there is none.
@@ -90,27 +90,27 @@ def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 
 def rope_types(config: Any) -> set[str]:
-    """The config's words for how frequencies are scaled, of all kinds of layers."""
+    """Return the types of RoPE scaling in the config."""
     return {str(found[key]) for found in rotary_scalings(config) for key in ("rope_type", "type") if key in found}
 
 
 def rotary_scalings(config: Any) -> list[dict[str, Any]]:
-    """What the config says of scaling by position, of all kinds of layers."""
+    """Return the RoPE scaling settings in the config, for all kinds of layers."""
     scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
     scalings = [found for found in scaling if isinstance(found, dict)]
     return scalings + [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
 
 
 def changes_frequencies(model: PreTrainedModel) -> bool:
-    """Whether the model rotates keys by other frequencies where its text grows past some length."""
+    """Whether the model's rotary frequencies change at some text length."""
     return bool(rope_types(text_config(model)) & {"longrope", "su"})
 
 
-# -- running a model to look at it -------------------------------------------------------------------------------------
+# -- running a model for a test ----------------------------------------------------------------------------------------
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where the model's forward runs: elsewhere than its weights lie, if accelerate brings them for each forward."""
+    """Return the device of the model's forward. With accelerate's offloading, weights lie elsewhere."""
     for module in (model, model.get_input_embeddings()):
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
@@ -119,7 +119,7 @@ def execution_device(model: PreTrainedModel) -> torch.device:
 
 
 def at_rest(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in evaluation mode: itself, or, so that nobody sees its mode change, a copy that shares its weights.
+    """Return the model in evaluation mode: itself, or a copy with shared weights, so that its own mode does not change.
 
     Raises:
         KvdslError: if the model is in training mode and cannot be copied.
@@ -130,7 +130,7 @@ def at_rest(model: PreTrainedModel) -> PreTrainedModel:
         return copy.deepcopy(model, {id(shared): shared for shared in (*model.parameters(), *model.buffers())}).eval()
     except Exception as error:
         raise KvdslError(
-            f"{type(model).__name__} is in training mode, and cannot be copied to be looked at ({error}): call `model.eval()` first"
+            f"{type(model).__name__} is in training mode, and cannot be copied for the self-test ({error}): call `model.eval()` first"
         ) from error
 
 
@@ -138,7 +138,7 @@ def at_rest(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise KvdslError for a model that would be served wrongly or not at all, as far as its class and config tell."""
+    """Raise KvdslError for a model whose class or config shows that it cannot be served."""
     config = text_config(model)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -147,8 +147,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise KvdslError(unreachable(model))
     if "chunked_attention" in (layer_types(config) or ()) or getattr(config, "attention_chunk_size", None):
         raise KvdslError(
-            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, which a policy over the whole "
-            f"text would change: kvdsl does not serve chunked attention"
+            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, unlike a policy, which covers "
+            f"the whole text: kvdsl does not serve chunked attention"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation == "sdpa":
         raise KvdslError(
@@ -163,7 +163,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def unreachable(model: PreTrainedModel) -> str:
-    """What to say of a model whose attention cannot be replaced."""
+    """Return the message for a model whose attention cannot be replaced."""
     return (
         f"the attention of {type(model).__name__} cannot be reached: the model does not call it through transformers' "
         f"AttentionInterface, so no cache can observe or replace it; use a model that does (Llama, Qwen, Mistral, Gemma, "
@@ -172,10 +172,10 @@ def unreachable(model: PreTrainedModel) -> str:
 
 
 def refuse_agreement(model: PreTrainedModel, spec: PolicySpec) -> None:
-    """A process sees its own heads only.
+    """Check that no decision needs KV heads of other processes.
 
     Raises:
-        KvdslError: if the policy makes the heads of a layer agree, and these are spread over processes.
+        KvdslError: if a layer's heads decide together but are spread over processes.
     """
     if (getattr(model, "_tp_size", None) or 1) > 1 and spec.agreement is not None:
         raise KvdslError(
@@ -185,14 +185,14 @@ def refuse_agreement(model: PreTrainedModel, spec: PolicySpec) -> None:
 
 
 def processes_of(model: PreTrainedModel) -> int:
-    """Over how many processes the model's heads are spread."""
+    """Return the number of processes that share the model's heads."""
     return getattr(model, "_tp_size", None) or 1
 
 
 def head_offset(model: PreTrainedModel, config: Any) -> Callable[[int], int]:
-    """A function from the number of local KV heads to the first one's number in the whole layer.
+    """Return a function from the number of local KV heads to the index of the first one in the whole layer.
 
-    `random()` asks, since every head must draw the same numbers wherever it lives, and so do tensors of files.
+    `random()` and tensors from files depend on a head's index in the layer.
     """
     processes = processes_of(model)
 
@@ -211,7 +211,7 @@ def head_offset(model: PreTrainedModel, config: Any) -> Callable[[int], int]:
 
 
 def _rank(model: PreTrainedModel) -> int:
-    """This process's place in the tensor-parallel group."""
+    """Return this process's rank in the tensor-parallel group."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return dist.get_rank() % int(model._tp_size)  # type: ignore[arg-type]
@@ -225,12 +225,12 @@ _releases: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDict
 
 
 def release(model: Any) -> None:
-    """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
+    """Invalidate every cache made for the model. The model itself is unchanged."""
     model = unwrap(model)
     with _lock:
         _releases[model] = releases(model) + 1
 
 
 def releases(model: PreTrainedModel | None) -> int:
-    """How often `release` was called for the model."""
+    """Return how often `release` was called for the model."""
     return _releases.get(model, 0) if model is not None else 0

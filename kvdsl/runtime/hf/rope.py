@@ -1,15 +1,13 @@
-"""How a model rotates its keys, found by looking at them.
+"""The rotation of a model's keys, found by experiment.
 
-The same few tokens are run, each alone, at several positions. A token that attends to itself alone gets its own value back,
-so unless positions are added to the hidden states, these are the same everywhere, and a layer's keys differ by its rotation
-only. Which rotation that is, follows from trying the frequencies that the model's rotary modules hold, in every pairing: the
-exact frequencies, the pairing, the rotated dims and the direction are those that turn the keys of position 0 into the others.
+A few tokens run, each alone, at several positions. A token that attends only to itself gets its own value back. So unless positions are
+added to the hidden states, these do not depend on the position, and a layer's keys differ only by its rotation. The rotation is found
+by trying all frequencies in the model's rotary modules, in every pairing, offset and direction, on the keys of position 0.
 
-At the last position that the model has, queries are looked at, too: a rotation leaves them as long as they were. Where they grow
-with the position, a query cannot stand at its rank.
+At the model's last position, the lengths of queries are compared: a rotation keeps them. If they grow with the position, the query cannot
+be moved to its rank.
 
-Calling the rotary modules, or `apply_rotary_pos_emb`, would not tell: families differ in the pairing, in the dims that they
-rotate and in the layers that they leave alone.
+The rotary modules and `apply_rotary_pos_emb` alone are not enough: model families differ in pairing, rotated dims and layers.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, te
 from kvdsl.runtime.rope import Pairing, Rope
 
 POSITIONS = (0, 1, 7, 100)
-"""Where the tokens are run: the first is what the others are compared with, near ones show fast pairs, far ones slow pairs."""
+"""Positions of the tokens: the first is the reference, near ones show fast pairs, far ones slow pairs."""
 
 TOKENS = 4
 
 TOLERANCE = {torch.float32: 1e-4}
-"""Largest deviation of a dim, as a share of what it holds; in half precisions, rounded cosines alone make 0.01."""
+"""Largest deviation of a dim relative to its size. In 16-bit dtypes, rounded cosines alone cause 0.01."""
 
 _HALF_TOLERANCE = 0.05
 
 _HALF_STRETCH = 0.01
-"""How much longer a query may be at another position in half precisions, of which rounding alone makes up to 0.006."""
+"""Largest change of a query's length in 16-bit dtypes; rounding alone causes up to 0.006."""
 
 
 class _Found(NamedTuple):
-    """What was seen of a model in this dtype: rotations by layer, and the layers whose queries grow with the position."""
+    """Results for a model in one dtype: rotations by layer, and layers whose queries grow with the position."""
 
     dtype: torch.dtype
     ropes: dict[int, Rope | None]
@@ -68,19 +66,19 @@ _found: weakref.WeakKeyDictionary[PreTrainedModel, _Found] = weakref.WeakKeyDict
 
 
 def ropes(model: PreTrainedModel, *, moves_queries: bool = False) -> dict[int, Rope | None]:
-    """The rotation of every managed layer, None where a layer has no positions.
+    """Return the rotation of every managed layer, None for a layer without positions.
 
-    Costs a forward of 20 tokens, once.
+    The first call runs 20 tokens through the model.
 
     Args:
-        moves_queries: whether queries are to stand elsewhere, too, as under compact positions.
+        moves_queries: whether queries are moved too, as under compact positions.
 
     Raises:
-        KvdslError: if the model cannot be served at all, or if its keys, or queries, cannot be moved to other positions.
+        KvdslError: if the model cannot be served, or its keys or queries cannot be moved.
     """
     part = text_model(model)
     known = _found.get(part)
-    if known is None or known.dtype != part.dtype:  # a model that is converted may round its frequencies
+    if known is None or known.dtype != part.dtype:  # another dtype may round the frequencies
         _refuse_by_config(part)
         with torch.inference_mode(False), torch.no_grad():
             seen = _watch(model, part)
@@ -92,48 +90,47 @@ def ropes(model: PreTrainedModel, *, moves_queries: bool = False) -> dict[int, R
     return dict(known.ropes)
 
 
-# -- what is refused at once -------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def _refuse_by_config(part: PreTrainedModel) -> None:
-    """Raise KvdslError for what a few short texts would not show."""
+    """Raise KvdslError for configs whose effects short texts do not show."""
     config = text_config(part)
     changing = sorted(kind for kind in rope_types(config) if "dynamic" in kind or kind in ("longrope", "su"))
     if changing:
         raise _refusal(
             part,
-            f"its `{changing[0]}` scaling changes the frequencies with the length of the text, so that keys of different "
-            f"times do not fit together",
+            f"its `{changing[0]}` scaling changes the frequencies with the length of the text, so keys cached at different "
+            f"lengths do not match",
         )
     if getattr(config, "kv_lora_rank", None):
-        raise _refusal(part, "it makes its keys from compressed latents (MLA), of which only a part is rotated")
+        raise _refusal(part, "it makes its keys from compressed latents (MLA), and rotates only a part of them")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise _refusal(part, "instead of rotating, it adds a bias that grows with the distance (ALiBi)")
 
 
 def _refuse_scaled_queries(part: PreTrainedModel, growing: list[int]) -> None:
-    """Raise KvdslError if queries are scaled by their own position, as was seen in these layers, or as the config says.
+    """Raise KvdslError if queries are scaled by their position, in these layers or by the config.
 
-    Its words are asked as well because a scale may begin behind the last position, or go by the cache's length.
+    The config counts too, because a scale may begin beyond the last position tested or depend on the cache's length.
     """
     config = text_config(part)
-    told = [scaling for scaling in rotary_scalings(config) if scaling.get("llama_4_scaling_beta")]
-    if growing or told or getattr(config, "attn_temperature_tuning", None):
+    scaled = [scaling for scaling in rotary_scalings(config) if scaling.get("llama_4_scaling_beta")]
+    if growing or scaled or getattr(config, "attn_temperature_tuning", None):
         where = f" in layer {growing[0]}" if growing else ""
         raise _refusal(
             part,
-            f"it scales queries by their place in the text{where}, so that a query at another position is not the one that the "
-            f"model would have made there",
+            f"it scales queries by their position in the text{where}, so queries cannot be moved",
         )
 
 
-# -- looking at keys ---------------------------------------------------------------------------------------------------
+# -- recording keys ----------------------------------------------------------------------------------------------------
 
 
 class _Seen(NamedTuple):
-    """What a layer's attention was given: key and value, float64 [positions, tokens * kv_heads, dim] each, and how long queries are.
+    """Keys and values of a layer, float64 [positions, tokens * kv_heads, dim] each, and lengths of queries.
 
-    `length` is float64 [positions + 1, tokens * query_heads]; its last row is of the last position that the model has.
+    `length` is float64 [positions + 1, tokens * query_heads]; its last row is of the model's last position.
     """
 
     key: Tensor
@@ -142,10 +139,10 @@ class _Seen(NamedTuple):
 
 
 class _Tap(DynamicLayer):
-    """A layer that remembers what its attention is given, and lets every token attend to itself alone.
+    """A layer that records its inputs and lets every token attend to itself only.
 
-    The model's own attention would do nearly the same; but where it has sinks, the rounding of rotated queries and keys
-    reaches the hidden states, and a router may send a token elsewhere.
+    The model's own attention would nearly do. But with sinks, rounding of rotated queries and keys reaches the hidden states, and a router
+    may then choose another expert.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -160,15 +157,15 @@ class _Tap(DynamicLayer):
 
 
 def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
-    """What was seen in every layer with a cache for attention.
+    """Record every layer with an attention cache.
 
     Raises:
-        KvdslError: if the model cannot be run so.
+        KvdslError: if the model cannot run this way.
     """
     refuse_unsupported(model)
     device = execution_device(part)
     if device.type == "meta":
-        raise _refusal(part, "it has no weights yet, so that its keys cannot be looked at")
+        raise _refusal(part, "it has no weights yet, so its keys are unknown")
     serve_attention(model)
     with torch.autocast(device.type, enabled=False):
         layers = _run(at_rest(part), device)
@@ -176,7 +173,7 @@ def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
 
 
 def _run(part: PreTrainedModel, device: torch.device) -> list[Any]:
-    """The tapped layers, after every token has been at every position."""
+    """Run every token at every position and return the layers."""
     if "position_ids" not in inspect.signature(part.forward).parameters:
         raise _refusal(part, "its forward takes no `position_ids`")
     tokens = (torch.arange(TOKENS, device=device) * 7919 + 11) % part.get_input_embeddings().weight.shape[0]
@@ -190,22 +187,22 @@ def _run(part: PreTrainedModel, device: torch.device) -> list[Any]:
     try:
         part(**inputs, **with_cache(Cache(layers=layers)), use_cache=True)
     except Exception as error:
-        raise _refusal(part, f"looking at its keys failed with {type(error).__name__}: {error}") from error
+        raise _refusal(part, f"reading its keys failed with {type(error).__name__}: {error}") from error
     return layers
 
 
 def _positions(part: PreTrainedModel) -> tuple[int, ...]:
-    """As many of the positions as the model has; beyond a table of positions, a GPU would not raise but break."""
+    """Return the positions, limited to those that the model has: beyond a position table, a GPU kernel would crash."""
     return tuple(min(position, _last(part)) for position in POSITIONS)
 
 
 def _last(part: PreTrainedModel) -> int:
-    """The last position that the model has, as far as its config says."""
+    """Return the model's last position from its config."""
     return int(getattr(text_config(part), "max_position_embeddings", None) or POSITIONS[-1] + 1) - 1
 
 
 def _rows(stored: Tensor) -> Tensor:
-    """[(positions + 1) * tokens, heads, 1, dim] as float64 [positions + 1, tokens * heads, dim] on the CPU."""
+    """Convert [(positions + 1) * tokens, heads, 1, dim] to float64 [positions + 1, tokens * heads, dim] on the CPU."""
     return stored.detach().cpu().double().reshape(len(POSITIONS) + 1, -1, stored.shape[-1])
 
 
@@ -213,31 +210,31 @@ def _rows(stored: Tensor) -> Tensor:
 
 
 def _refuse_unused_positions(part: PreTrainedModel, seen: dict[int, _Seen]) -> None:
-    """Raise KvdslError if the model could rotate but nothing shows: it may go by something else than `position_ids`."""
+    """Raise KvdslError if the model holds rotary frequencies but `position_ids` has no effect."""
     if _frequencies(part) and all(torch.equal(key, key[:1].expand_as(key)) for key, *_ in seen.values()):
         raise _refusal(part, "it holds frequencies of a rotation, but no key depends on `position_ids`")
 
 
 def _growing(part: PreTrainedModel, seen: dict[int, _Seen]) -> list[int]:
-    """The layers whose queries are longer or shorter at some position than at the first."""
+    """Return the layers whose queries change their length with the position."""
     allowed = TOLERANCE.get(part.dtype, _HALF_STRETCH)
     found = {layer: float((length / length[:1] - 1).abs().nan_to_num().max()) for layer, (_, _, length) in seen.items()}
     return [layer for layer, stretch in found.items() if stretch > allowed]
 
 
 def _fit_all(part: PreTrainedModel, cached: dict[int, _Seen]) -> dict[int, Rope | None]:
-    """The rotation of every layer, from its keys and values; layers that rotate alike share theirs.
+    """Return the rotation of every layer from its keys and values. Layers with equal rotations share the object.
 
     Raises:
-        KvdslError: if a layer does something else than rotating by frequencies that the model holds.
+        KvdslError: if a layer does anything other than rotate by the model's frequencies.
     """
     shift = torch.tensor(_positions(part))[:, None]
     tried: dict[int, list[Rope]] = {}
     found: dict[int, Rope | None] = {}
     allowed = TOLERANCE.get(part.dtype, _HALF_TOLERANCE)
     for layer, (key, value, _) in cached.items():
-        if _deviation(value, value[:1]) > allowed:  # what is never rotated
-            raise _refusal(part, "it adds positions to the embeddings, so that no cached key or value can be moved")
+        if _deviation(value, value[:1]) > allowed:  # values are never rotated
+            raise _refusal(part, "it adds positions to the embeddings, so no cached key or value can be moved")
         if _deviation(key, key[:1]) <= allowed:
             found[layer] = None
             continue
@@ -256,7 +253,7 @@ def _fit_all(part: PreTrainedModel, cached: dict[int, _Seen]) -> dict[int, Rope 
 
 
 def _candidates(part: PreTrainedModel, dim: int) -> Iterator[Rope]:
-    """Every rotation of vectors [dim] by frequencies that the model holds."""
+    """Yield every rotation of vectors [dim] by frequencies of the model."""
     for frequencies in _frequencies(part):
         rest = dim - 2 * len(frequencies)
         if rest < 0:
@@ -267,7 +264,7 @@ def _candidates(part: PreTrainedModel, dim: int) -> Iterator[Rope]:
 
 
 def _frequencies(part: PreTrainedModel) -> list[Tensor]:
-    """The different tables of frequencies in the model's rotary modules, float64 [pairs] on the CPU."""
+    """Return the distinct frequency tables of the model's rotary modules, float64 [pairs] on the CPU."""
     found: list[Tensor] = []
     for module in part.modules():
         held = {**vars(module), **dict(module.named_buffers(recurse=False))}
@@ -280,7 +277,7 @@ def _frequencies(part: PreTrainedModel) -> list[Tensor]:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of a dim at a position, over all tokens, as a share of what the dim holds at most.
+    """Return the largest difference of a dim at a position, over all tokens, relative to the dim's largest size.
 
     Args:
         found: float64 [positions, tokens * kv_heads, dim].

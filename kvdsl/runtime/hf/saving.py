@@ -1,7 +1,7 @@
-"""Caches in files and in other processes: `pickle`, and `torch.save` and `torch.load`.
+"""Caches in files and other processes: `pickle`, `torch.save` and `torch.load`.
 
-A cache is saved with what it holds, its params, and who decided what it holds: the policy's package by name and digest. The model is not
-saved. So what is loaded belongs to none until `KVCache.attach` gives it one, which must look like the one that was left.
+A cache is saved with its contents, its params, and its policy's package by name and digest. The model is not saved. `KVCache.attach`
+connects a loaded cache to a model, which must be like the original one.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "layer_types", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-"""What configs say of keys, values and positions."""
+"""Config entries that determine keys, values and positions."""
 
 
 # -- the policy ----------------------------------------------------------------------------------------------------------
 
 
 class Origin(Protocol):
-    """Where classes come from that a policy's text was compiled for, and how others are made of them; see `kvdsl.loading`."""
+    """How a class was compiled from a policy's text, and how to derive others; see `kvdsl.loading`."""
 
     def name(self, cache_class: type[Any]) -> str:
-        """By what the class is found again, here or in another process: `h2o`, `h2o with when prefill`."""
+        """Return a name to find the class again, here or in another process: `h2o`, `h2o with when prefill`."""
 
     def with_clauses(self, cache_class: type[Any], clauses: str, settings: Mapping[str, Any]) -> type[Any]:
-        """The class of its policy with clauses."""
+        """Return the class of its policy with clauses."""
 
     def made_again(self, module: str, name: str, policy: str, expected: str) -> Any:
-        """An empty cache of a class that `name` named; see `made_again`."""
+        """Create an empty cache of a class that `name` named; see `made_again`."""
 
 
 def digest(cache_class: type[Any]) -> str:
-    """Of everything that was generated for the policy, 16 hexadecimal digits."""
+    """Return a digest of everything generated for the policy, 16 hexadecimal digits."""
     manifest = json.loads(cache_class.spec.cpu_source.with_name("manifest.json").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def identity(cache_class: type[Any]) -> tuple[Callable[..., Any], tuple[str, str, str, str]]:
-    """What makes an empty cache of the class again, and its arguments: module, class, policy and digest."""
+    """Return a function that creates an empty cache of the class, and its arguments: module, class, policy and digest."""
     origin: Origin | None = vars(cache_class).get("origin")
     again, policy = (made_again, cache_class.spec.stem) if origin is None else (origin.made_again, origin.name(cache_class))
     return again, (cache_class.__module__, cache_class.__qualname__, policy, digest(cache_class))
@@ -59,13 +59,13 @@ def identity(cache_class: type[Any]) -> tuple[Callable[..., Any], tuple[str, str
 def made_again(
     module: str, name: str, policy: str, expected: str, load: Callable[[], type[Any] | None] = lambda: None
 ) -> Any:
-    """An empty cache of the class.
+    """Create an empty cache of the class.
 
     Args:
-        load: gives a class of the policy that is not where it was.
+        load: returns a class of the policy if it is not found by module and name.
 
     Raises:
-        KvdslError: if there is no such class, or if its policy is not what it was.
+        KvdslError: if there is no such class, or if its policy has changed.
     """
     found = ""
     for cache_class in _candidates(module, name, load):
@@ -83,7 +83,7 @@ def made_again(
 
 
 def _candidates(module: str, name: str, load: Callable[[], type[Any] | None]) -> Iterator[type[Any]]:
-    """Classes of that name: where it was, and of what `load` gives."""
+    """Yield classes of that name: from the module, and from `load`."""
     with suppress(ImportError, AttributeError):
         yield getattr(importlib.import_module(module), name)
     loaded = load()
@@ -95,27 +95,27 @@ def _candidates(module: str, name: str, load: Callable[[], type[Any] | None]) ->
 
 
 def likeness(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells models apart whose caches must not be mixed up: sizes by name, and a weight of every parameter."""
+    """Return what distinguishes models: sizes by name, and a weight of every parameter."""
     config = text_config(model)
     sizes = {name: repr(getattr(config, name)) for name in _SIZES if hasattr(config, name)}
     return {**sizes, "weights": _weights(model)}
 
 
 def _weights(model: PreTrainedModel) -> dict[str, float]:
-    """The first number of every parameter; nothing of a model without weights."""
-    held = {name: _brought(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
+    """Return the first number of every parameter; {} for a model without weights."""
+    held = {name: _offloaded(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
     named = {name: x.detach() for name, x in held.items() if x is not None and x.numel()}
     firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
     return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by each of its names: weights that are tied in one copy of a model may not be in another."""
+    """Yield every parameter under each of its names: weights may be tied in one copy of a model and not in another."""
     return model.named_parameters(remove_duplicate=False)
 
 
-def _brought(model: PreTrainedModel, name: str) -> Tensor | None:
-    """A parameter that accelerate brings for each forward; None if there is none."""
+def _offloaded(model: PreTrainedModel, name: str) -> Tensor | None:
+    """Return a parameter that accelerate loads for each forward, or None."""
     owner, _, last = name.rpartition(".")
     hook = getattr(model.get_submodule(owner), "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
@@ -127,7 +127,7 @@ def _brought(model: PreTrainedModel, name: str) -> Tensor | None:
 
 
 def refuse_another(model: PreTrainedModel, left: dict[str, Any]) -> None:
-    """Raise KvdslError unless the model looks like the one that a cache has left; rounding to another dtype changes nothing."""
+    """Raise KvdslError unless the model is like the saved cache's model. Another dtype is allowed."""
     here = likeness(model)
     for name in left.keys() - {"weights"}:
         if here.get(name) != left[name]:

@@ -1,7 +1,7 @@
-"""What a cache is told of each token: by functions of what an attention module is given, beforehand, or by marks in the text.
+"""Per-token values of a cache: from functions of an attention module's inputs, from `give`, or from marks in the text.
 
-Attention sees queries, keys and values only. So once a cache with functions was made for a model, the classes of its modules that know
-their layer tell the cache that comes along what they are given; the attention that follows takes it.
+Attention sees queries, keys and values only. So if a cache has functions, the classes of its model's attention modules get a `__call__`
+that records their inputs for the attention that follows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
 from kvdsl.runtime.torch.tokens import new_positions
 
 _HEARS = "_kvdsl_hears"
-"""An attribute of the `__call__`s that tell a cache."""
+"""Attribute of installed `__call__`s."""
 
 Supplier = Callable[[nn.Module, Tensor], Tensor]
-"""From an attention module and its hidden states, [batch, tokens, any], to a float tensor [batch, KV heads or 1, tokens]."""
+"""Computes a float tensor [batch, KV heads or 1, tokens] from an attention module and its hidden states, [batch, tokens, any]."""
 
 
 class Supplying(Linked):
-    """Shared by the layers of one cache.
+    """Per-token values, shared by the layers of one cache.
 
     Attributes:
-        functions: by the value's name; none after unpickling, until somebody gives them again.
+        functions: by the value's name; empty after unpickling until `use`.
         marks: the spans of the text.
-        ids: of the tokens of the forward that runs, [batch, tokens]; None where it was given none.
+        ids: token ids of the current forward, [batch, tokens], or None.
     """
 
     LINKS = ("_heard", "ids")
@@ -50,7 +50,7 @@ class Supplying(Linked):
         self._heard: tuple[nn.Module, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Supplying:
-        """The same functions; what was given is taken along."""
+        """Copy given values and marks; share the functions."""
         made = Supplying()
         made.functions, made.marks = dict(self.functions), copy.deepcopy(self.marks, memo)
         made._given = {layer: dict(values) for layer, values in self._given.items()}
@@ -61,10 +61,10 @@ class Supplying(Linked):
         return super().__getstate__() | {"functions": {}}
 
     def give(self, state: SlotState, values: Mapping[str, Tensor]) -> None:
-        """What a layer's next forward takes, before what functions say.
+        """Set values for a layer's next forward. They take precedence over functions.
 
         Raises:
-            KvdslError: if the policy asks for no such value, or if it is no tensor of floats with three axes.
+            KvdslError: if the policy reads no such value, or it is not a float tensor with three axes.
         """
         for name, value in values.items():
             refuse_unknown(state.spec, name)
@@ -72,25 +72,25 @@ class Supplying(Linked):
         self._given.setdefault(state.layer, {}).update(values)
 
     def forget(self) -> None:
-        """Nothing has been given or marked."""
+        """Drop given values and marks."""
         self._given.clear()
         self.marks.forget()
         self._heard = None
 
     def by_functions(self, spec: PolicySpec) -> bool:
-        """Whether functions and defaults say all that a policy asks for, and nothing was given beforehand."""
+        """Whether functions and defaults cover all values that the policy reads, and nothing was given."""
         said = (name in self.functions or default is not None for name, default in spec.supplied)
         return not self._given and all(said)
 
     def hear(self, module: nn.Module, hidden: Tensor | None) -> None:
-        """A module of the model was given these hidden states."""
+        """Record the hidden states passed to a module."""
         self._heard = None if hidden is None else (module, hidden)
 
     def of_forward(self, state: SlotState, module: nn.Module, call: AttentionCall) -> Tensor:
-        """What the cache is told of a forward's tokens, as in `AttentionCall.supplied`.
+        """Return a forward's per-token values, as in `AttentionCall.supplied`.
 
         Raises:
-            KvdslError: if something is missing that has no default, or if it is of another kind or shape.
+            KvdslError: if a value is missing and has no default, or has a wrong kind or shape.
         """
         values, heard = self._given.pop(state.layer, {}), self._heard
         self._heard = None
@@ -98,7 +98,7 @@ class Supplying(Linked):
             if name not in values:
                 if heard is None or heard[0] is not module:
                     raise KvdslError(
-                        f"{type(module).__name__} was not given its hidden states in a way that kvdsl can hear: give `{name}` before each "
+                        f"{type(module).__name__} was not called with hidden states that kvdsl can read: give `{name}` before each "
                         f"forward, `cache.give(layer, {name}=x)`"
                     )
                 with torch.no_grad():
@@ -110,7 +110,7 @@ class Supplying(Linked):
             )
 
     def _of_text(self, state: SlotState, call: AttentionCall) -> dict[str, Tensor]:
-        """What the text says of the new tokens: the spans and the turn that they are in, and which they are; [batch, 1, tokens] each."""
+        """Return what the text says of the new tokens: spans, turn and ids; [batch, 1, tokens] each."""
         found, shape = {}, (len(call.key), 1, call.key.shape[2])
         if state.spec.spans:
             position = new_positions(state, call)[:, None]
@@ -131,12 +131,10 @@ class Supplying(Linked):
         return found
 
     def use(self, model: nn.Module, spec: PolicySpec, functions: Mapping[str, Supplier | None]) -> None:
-        """From now on, ask these for what the policy's caller gives, None where a default or `give` does.
-
-        They hear what the model's attention modules are given together with this cache.
+        """Set the functions for the policy's `input` values, None to use a default or `give`, and hook the model's attention modules.
 
         Raises:
-            KvdslError: if the policy asks for no such value, or if one is no function.
+            KvdslError: if the policy reads no such value, or one is not a function.
         """
         for name, function in functions.items():
             refuse_unknown(spec, name)
@@ -153,7 +151,7 @@ class Supplying(Linked):
 
 
 def _over(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The `__call__` of a class that knows its layer, which first tells a cache with functions what the module is given."""
+    """Wrap the `__call__` of an attention module's class: record its inputs first."""
 
     @functools.wraps(own)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +163,7 @@ def _over(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a module is given together with a cache that has functions. Traced by `torch.compile` as everything else."""
+    """Record a module's hidden states if a cache with functions is among its arguments. `torch.compile` traces this."""
     for given in (*args, *kwargs.values()):
         if isinstance(given, Cache):
             supplying: Supplying | None = getattr(given, "_supplying", None)

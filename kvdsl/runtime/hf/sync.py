@@ -1,4 +1,4 @@
-"""What the layers of one cache must agree on: whose turn it is in a forward, and how far they all are."""
+"""State shared by the layers of one cache: the progress of a forward, and the length."""
 
 from __future__ import annotations
 
@@ -19,41 +19,39 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-"""Every model's modules, as they were last looked for."""
+"""Every model's modules, cached."""
 
 
 class Layer(Protocol):
-    """What the layers of one cache must know of each other; see `SlotLayer`."""
+    """What `LayerSync` reads of `SlotLayer`."""
 
     counted: int
     state: SlotState
 
     @property
-    def index(self) -> int:
-        """The layer's number in the model."""
+    def index(self) -> int: ...
 
     @property
-    def length(self) -> int:
-        """Tokens that the model has seen, padding included."""
+    def length(self) -> int: ...
 
 
 class LayerSync(Linked):
     """Shared by the layers of one cache.
 
-    The layers count the tokens of their own forwards. A compiled forward cannot: a number that differs from step to step would
-    be compiled anew each time. It adds to a tensor instead, from which the layers' counts are mended when somebody asks.
+    The layers count the tokens of their own forwards. In a compiled forward, a changing number would cause recompilation, so it adds to a
+    tensor, from which the layers' counts are updated when they are read.
 
     Attributes:
-        running: whether a forward runs that was given the cache.
-        open: the index of the layer that was given keys and whose attention has not run yet, or None.
-        served: how many layers this forward has been through.
+        running: whether a forward with this cache runs.
+        open: index of the layer that received keys and has not attended yet, or None.
+        served: how many layers have attended in this forward.
         is_alone: whether the policy manages every layer of the model.
-        guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
-        one_by_one: whether several tokens of one forward are no prompt, once there is one.
-        text: which tokens came in, if the model says so.
-        counting: where the model puts them, for compact positions.
+        guesses: how many of this forward's last tokens are guesses, or None.
+        one_by_one: whether several tokens of one forward are served one by one, once there is a prompt.
+        text: the tokens so far, if the model passes them.
+        counting: their position ids, for compact positions.
         total: tokens that the model has seen, int64 [], or None before the first forward.
-        ahead: whether compiled forwards have added tokens that the layers have not counted.
+        ahead: whether compiled forwards added tokens that the layers have not counted.
     """
 
     LINKS = ("_model",)
@@ -76,35 +74,35 @@ class LayerSync(Linked):
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model that the cache was made for, if it is still there."""
+        """The model that the cache was made for, if it is alive."""
         return None if self._model is None else self._model()
 
     @property
     def is_attached(self) -> bool:
-        """Whether the cache was made for a model, or has got one since it was loaded."""
+        """Whether the cache has a model."""
         return self._model is not None
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Let the cache go on with this model."""
+        """Set the model."""
         self._model, self._releases = weakref.ref(model), releases(model)
 
     def require_model(self) -> None:
-        """Raise KvdslError if the cache was loaded without a model, or if its model was released from it."""
+        """Raise KvdslError if the cache has no model, or was released from it."""
         if self._model is None:
             raise KvdslError("the cache was loaded and belongs to no model yet: call `cache.attach(model)` first")
         if self._releases != releases(self._model()):
             raise KvdslError(
-                "`release` was called for the cache's model, so that the cache cannot be used any more: construct another one"
+                "`release` was called for the cache's model, so the cache is no longer valid: construct another one"
             )
 
     def enter(self, layer: Layer) -> None:
-        """A layer joins, in the model's order."""
+        """Add a layer, in the model's order."""
         self._first = self._first if self._layers else layer.index
         self._last = layer.index
         self._layers.append(Weakly(layer))
 
     def begin_forward(self) -> None:
-        """Begin a forward that was given the cache.
+        """Begin a forward with this cache.
 
         Raises:
             KvdslError: if the last one was interrupted.
@@ -114,7 +112,7 @@ class LayerSync(Linked):
         self.running, self.served = True, 0
 
     def end_forward(self, module: nn.Module, by_its_name: bool) -> None:
-        """Raise KvdslError unless every layer has been through the forward once. A compiled forward was looked at when it was traced."""
+        """Raise KvdslError unless every layer attended once. For compiled forwards this was checked when they were traced."""
         if self.served == len(self._layers) or self.ahead:
             return
         layers = [layer() for layer in self._layers]
@@ -130,15 +128,15 @@ class LayerSync(Linked):
             else f"pass it as `{CACHE}=cache`, its name in this release"
         )
         raise KvdslError(
-            f"{type(module).__name__} was given a kvdsl cache and {what}, so that what it returned is not what the policy says: "
+            f"{type(module).__name__} was given a kvdsl cache and {what}, so its output is not the policy's: "
             f"{advice}; call `cache.reset()` before the next text"
         )
 
     def begin(self, layer: Layer, tokens: int) -> None:
-        """A layer is given keys.
+        """Record that a layer received keys.
 
         Raises:
-            KvdslError: if the last layer's keys never met our attention, or if the last forward was cut short.
+            KvdslError: if the last layer's keys never reached kvdsl's attention, or if the last forward was interrupted.
         """
         if self.open is not None:
             raise self._not_reached()
@@ -152,10 +150,10 @@ class LayerSync(Linked):
         self.open = layer.index
 
     def end(self, layer: Layer) -> None:
-        """The layer's attention runs.
+        """Record that the layer attends.
 
         Raises:
-            KvdslError: if it already ran on these keys.
+            KvdslError: if it already attended to these keys.
         """
         if self.open != layer.index:
             raise KvdslError(
@@ -177,14 +175,14 @@ class LayerSync(Linked):
         )
 
     def take_guesses(self, layer: Layer) -> int | None:
-        """How many tokens of this forward are guesses, if somebody has said; once all layers have asked, nobody has."""
+        """Return how many tokens of this forward are guesses, or None. The last layer clears the number."""
         guesses = self.guesses
         if layer.index == self._last:
             self.guesses = None
         return guesses
 
     def add(self, layer: Layer, tokens: int) -> None:
-        """A layer has served these tokens; the last one counts for all."""
+        """Add served tokens to `total`; only the last layer counts."""
         if layer.index != self._last:
             return
         if self.total is None:
@@ -199,11 +197,11 @@ class LayerSync(Linked):
         return self._layers[0]().length
 
     def is_tensor(self) -> bool:
-        """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
+        """Whether the length must be read from `total`: in a compiled forward, and on a GPU after one, which may still run."""
         return torch.compiler.is_compiling() or (self.ahead and self.total is not None and self.total.device.type != "cpu")
 
     def catch_up(self) -> None:
-        """Have the layers count what compiled forwards have added."""
+        """Update the layers' counts from `total`."""
         assert self.total is not None
         total = int(self.total)
         for layer in self._layers:
@@ -211,20 +209,20 @@ class LayerSync(Linked):
         self.ahead = False
 
     def forget(self) -> None:
-        """Nothing has been seen."""
+        """Drop everything about the text."""
         self.open, self.guesses, self.total, self.ahead = None, None, None, False
         self.text.forget()
         self.counting.forget()
 
     def is_first(self, layer: Layer) -> bool:
-        """Whether the layer is the first of ours that a forward meets."""
+        """Whether the layer is the first managed one in a forward."""
         return layer.index == self._first
 
     def require_owner(self, module: nn.Module) -> None:
-        """Raise KvdslError unless the module is part of the model that the cache was made for."""
+        """Raise KvdslError unless the module is part of the cache's model."""
         model = self.model
         if model is not None and module not in _parts.get(model, ()):
-            _parts[model] = weakref.WeakSet(model.modules())  # looked for once, and again if a part has joined
+            _parts[model] = weakref.WeakSet(model.modules())  # cached; searched again if a part was added
         if model is None or module not in _parts[model]:
             raise KvdslError(
                 "this cache was made for another model: construct a cache for the model that you run (each model has its own)"

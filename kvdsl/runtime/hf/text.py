@@ -1,4 +1,4 @@
-"""The tokens that a cache has been told of, to notice a text that does not continue them."""
+"""The tokens that a cache has received, to detect a text that does not continue them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
-"""A token of which nothing is known: it came in a compiled forward, or to a part of the model that nobody listens to."""
+"""A token without a known id: from a compiled forward, or from a part of the model without hooks."""
 
 _LEAST = 256
-"""Tokens for which there is room at first."""
+"""Initial room, in tokens."""
 
 
 class Text:
-    """The ids of what came in, 4 bytes a token, on the model's device: nothing waits for it while tokens are generated.
+    """Ids of the received tokens, 4 bytes each, on the model's device, so that generation does not wait for them.
 
-    A token that came as an embedding is known by the bits of its first number, as a negative number.
+    A token that came as an embedding is identified by the bits of its first number, as a negative number.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Text:
         self._end = 0
 
     def note(self, ids: Tensor | None, embeddings: Tensor | None, at: int) -> None:
-        """Note the tokens of a forward that begins at column `at`: ids [batch, tokens], or embeddings [batch, tokens, any]."""
+        """Record a forward's tokens from column `at` on: ids [batch, tokens], or embeddings [batch, tokens, any]."""
         tokens = _tokens(ids, embeddings)
         if tokens is None:
             return
@@ -36,7 +36,7 @@ class Text:
         self._end = end
 
     def _make_room(self, rows: int, end: int, device: torch.device) -> None:
-        """Room for `end` tokens a row; what was noted of another batch is unknown."""
+        """Allocate room for `end` tokens per row. Tokens of another batch become unknown."""
         old = self._ids
         with torch.inference_mode(False):
             self._ids = torch.full((rows, max(_LEAST, 2 * end)), UNKNOWN, dtype=torch.int32, device=device)
@@ -44,52 +44,51 @@ class Text:
             self._ids[:, : self._end] = old[:, : self._end]
 
     def differs(self, ids: Tensor | None, embeddings: Tensor | None, length: int) -> int | None:
-        """The first of the `length` tokens that are cached which this text has otherwise; None if it continues them."""
+        """Return the first of the `length` cached tokens in which this text differs; None if it continues them."""
         tokens = _tokens(ids, embeddings)
         if tokens is None or self._ids.shape[0] % tokens.shape[0]:
             return None
-        known, told = self._both(tokens, length)
-        told = told.repeat_interleave(len(known) // len(told), 0)  # beams and several returned sequences
-        wrong = _differing(known, told).any(0)
+        known, new = self._both(tokens, length)
+        new = new.repeat_interleave(len(known) // len(new), 0)  # beams and several returned sequences
+        wrong = _differing(known, new).any(0)
         return int(wrong.int().argmax()) if bool(wrong.any()) else None
 
     def continued_rows(self, ids: Tensor | None, embeddings: Tensor | None, length: int) -> list[int | None]:
-        """For every row of this text the first cached row that it continues, None where there is none; `length` tokens are cached."""
+        """Return for every row of this text the first cached row that it continues, or None; `length` tokens are cached."""
         tokens = _tokens(ids, embeddings)
         if tokens is None:
             return []
-        known, told = self._both(tokens, length)
-        continued = ((~_differing(known, row).any(1)).nonzero().flatten().tolist() for row in told)
+        known, new = self._both(tokens, length)
+        continued = ((~_differing(known, row).any(1)).nonzero().flatten().tolist() for row in new)
         return [next(iter(rows), None) for rows in continued]
 
     def _both(self, tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """What is known of cached tokens, and what this text, [batch, tokens], has there."""
+        """Return cached tokens and this text's tokens, [batch, tokens], at the same columns."""
         count = min(self._end, length, tokens.shape[1])
         return self._ids[:, :count], tokens[:, :count].to(self._ids.device, torch.int32)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Replace row i by row rows[i]."""
         with torch.inference_mode(False):
             self._ids = self._ids.index_select(0, rows.to(self._ids.device)) if len(self._ids) else self._ids
 
     def forget(self) -> None:
-        """Nothing has come in."""
         self._end = 0
 
 
-def _differing(known: Tensor, told: Tensor) -> Tensor:
-    """Where tokens are not the same, as far as they are known: bool, [rows, tokens]."""
-    return (known != told) & (known != UNKNOWN) & ((known < 0) == (told < 0))
+def _differing(known: Tensor, new: Tensor) -> Tensor:
+    """Return where known tokens differ: bool [rows, tokens]."""
+    return (known != new) & (known != UNKNOWN) & ((known < 0) == (new < 0))
 
 
 def repeats_rows(ids: Tensor | None, embeddings: Tensor | None) -> bool:
-    """Whether a text, as in `Text.note`, has some row twice, as beam search passes it."""
+    """Whether a text contains a row twice, as in beam search."""
     tokens = _tokens(ids, embeddings)
     return tokens is not None and len(tokens.unique(dim=0)) < len(tokens)
 
 
 def _tokens(ids: Tensor | None, embeddings: Tensor | None) -> Tensor | None:
-    """A number for every token, [batch, tokens]; None if these are no tokens."""
+    """Return a number per token, [batch, tokens]; None for other inputs."""
     if ids is not None:
         return ids if ids.ndim == 2 and not ids.is_floating_point() else None
     if embeddings is None or embeddings.ndim != 3 or not embeddings.shape[2]:

@@ -1,6 +1,6 @@
-"""What differs between releases of transformers, in one place.
+"""Differences between releases of transformers, in one place.
 
-Supported: 4.57 and 5.x. The layers' own methods accept every release's arguments:
+Supported: 4.57 and 5.x. The layers' methods accept every release's arguments:
 
     lazy_initialization(k)          4.57        (k, v)                  5.x
     update(k, v, cache_kwargs)      .. 5.3      (k, v)                  5.5 ..
@@ -9,7 +9,7 @@ Supported: 4.57 and 5.x. The layers' own methods accept every release's argument
     crop(length)                    .. 5.12     crop(-tokens)           5.16 ..
     -                               .. 5.12     activate_past_recording 5.16 ..
 
-A model's forward, and what generation hands it, name the cache differently:
+A model's forward and `generate` name the cache differently:
 
     past_key_values                 .. 5.23     cache                   5.24 ..
 """
@@ -28,7 +28,7 @@ OLDEST = (4, 57)
 
 
 def check_version() -> None:
-    """Refuse a transformers whose caches have another shape.
+    """Refuse an unsupported release of transformers.
 
     Raises:
         ImportError: below 4.57.
@@ -45,58 +45,58 @@ check_version()
 
 
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
-"""The name by which models take a cache. `generate`, and releases that know the new name, take the old one as well."""
+"""Name of the forward's cache argument. `generate` and newer releases also accept the old name."""
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The argument of a model's forward that gives it a cache: `model(input_ids, **with_cache(cache))`."""
+    """Return the forward's cache argument: `model(input_ids, **with_cache(cache))`."""
     return {CACHE: cache}
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:
-    """The cache among what a forward or generation was given, by whichever name; None without one."""
+    """Return the cache among arguments, under either name, or None."""
     return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
 def token_count(query_length: int | Tensor) -> int:
-    """How many tokens a forward brings, from what `get_mask_sizes` is given: a number, or their cache positions."""
+    """Return a forward's number of tokens from the argument of `get_mask_sizes`: a number, or cache positions."""
     return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
 def mask_tokens(arguments: dict[str, Any]) -> int:
-    """How many tokens a forward brings, from what a mask function is given."""
+    """Return a forward's number of tokens from a mask function's arguments."""
     if "q_length" in arguments:
         return int(arguments["q_length"])
     return int(arguments["cache_position"].shape[0])
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the part that generates text: the whole config, or a multimodal model's text config."""
+    """Return the config of the part that generates text, such as a multimodal model's text config."""
     return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
 
 
 def native_layers(config: Any) -> list[Any]:
-    """The layers that transformers' own cache has for this model, one per decoder layer."""
+    """Return the layers of transformers' own cache for this model, one per decoder layer."""
     return list(DynamicCache(config=config).layers)
 
 
 def layer_types(config: Any) -> list[str] | None:
-    """The config's word for each layer's kind, where it has one."""
+    """Return the kind of each layer from the config, or None."""
     return getattr(config, "layer_types", None)
 
 
 def is_full(layer: Any) -> bool:
-    """Whether a native layer caches all tokens for ordinary attention, and nothing beside them."""
+    """Whether a native layer caches all tokens for ordinary attention, and nothing else."""
     return type(layer) is DynamicLayer
 
 
 def sliding_window(layer: Any) -> int | None:
-    """The window of a native layer that caches a sliding window for ordinary attention, else None."""
+    """Return the window of a native layer that caches a sliding window for ordinary attention, else None."""
     return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else None
 
 
 def can_roll_back(layer: Any) -> bool:
-    """Whether tokens can be taken back from a layer, ours or native: not from a recurrent one, nor from a window of an old release."""
+    """Whether tokens can be taken back from a layer. Not from recurrent layers, nor from sliding windows of old releases."""
     recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
     if recurrent is not None and isinstance(layer, recurrent):
         return False
@@ -104,6 +104,6 @@ def can_roll_back(layer: Any) -> bool:
 
 
 def roll_back(layer: Any, removed: int) -> None:
-    """Take the last tokens back from a native layer; a window that keeps more for this purpose then lets go of what lies before it."""
+    """Take the last tokens back from a native layer. A sliding window that kept extra tokens for this then drops them."""
     if removed or getattr(layer, "record_past", False):
         layer.crop(-removed)

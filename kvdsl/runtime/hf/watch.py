@@ -1,4 +1,4 @@
-"""What a cache learns from its model's forwards and from generation, and what it refuses of them."""
+"""What a cache records of its model's forwards and of `generate`, and what it refuses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Watches the calls that a cache is given to. `forwards` and `generation` find it as the cache's `_watch`.
+    """Records the calls with a cache. `forwards` and `generation` find it as the cache's `_watch`.
 
     Attributes:
-        guessing: whether generation with guesses has begun, and has not prepared its first forward.
-        knows_padding: whether the padding of a prompt was checked that generation cuts into chunks.
+        guessing: whether generation with guesses has begun and its first forward is not prepared yet.
+        knows_padding: whether the padding of a chunked prompt was checked.
     """
 
     def __init__(self, sync: LayerSync, layers: Sequence[SlotLayer]) -> None:
@@ -32,22 +32,22 @@ class Watch:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are noted, to be taken back."""
+        """Whether steps are recorded for undo."""
         return any(layer.record_past for layer in self._layers)
 
     # -- a forward -----------------------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward runs that was given the cache."""
+        """Whether a forward with the cache runs."""
         return self._sync.running
 
     def begin_forward(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
-        """Note what a forward brings.
+        """Record a forward's tokens.
 
         Args:
-            ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
-            guesses: how many of the last ones are guesses; None if that is unknown.
+            ids, embeddings: the new tokens, [batch, tokens], or their embeddings, [batch, tokens, any].
+            guesses: how many of the last ones are guesses; None if unknown.
 
         Raises:
             KvdslError: if the cache has no model, or if the last forward was interrupted.
@@ -59,40 +59,40 @@ class Watch:
         self._sync.text.note(ids, embeddings, self._sync.length)
 
     def hear_ids(self, ids: Tensor | None) -> None:
-        """Note which tokens a forward brings, if the policy asks; also while it is compiled."""
+        """Record token ids if the policy reads them; also while compiling."""
         if "token" in self._layers[0].state.spec.hears:
             self._layers[0].supplying.ids = ids
 
     def hear_positions(self, module: nn.Module, positions: Tensor | None) -> None:
-        """Note the position ids that a module is given, if it is the model's text part and the policy counts positions."""
+        """Record position ids if the module is the text model and the policy needs them."""
         model = self._sync.model
         if self._layers[0].state.spec.compact and model is not None and module.config is text_config(model):
             self._sync.counting.heard = positions
 
     def stop_forward(self) -> None:
-        """Note that the forward runs no more, whether it has ended or failed."""
+        """Record that the forward ended or failed."""
         self._sync.running = False
 
     def end_forward(self, module: nn.Module, *, by_its_name: bool) -> None:
-        """Check a forward that has ended.
+        """Check a completed forward.
 
         Args:
-            by_its_name: whether the forward was given the cache by the name that this release of transformers has for it.
+            by_its_name: whether the cache was passed under this release's name for it.
 
         Raises:
-            KvdslError: unless every managed layer has been through it once.
+            KvdslError: unless every managed layer ran once.
         """
         self._sync.end_forward(module, by_its_name)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def check_mask(self, mask: Any) -> None:
-        """Raise KvdslError if the mask of the whole text leaves out tokens that are cached."""
+        """Raise KvdslError if the mask of the whole text hides cached tokens."""
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self._layers[0].check_mask(mask, one_token=False)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
-        """Raise KvdslError if the whole text, as in `begin_forward`, does not continue what is cached."""
+        """Raise KvdslError if the whole text, as in `begin_forward`, does not continue the cached one."""
         text, length = self._sync.text, self._sync.length
         at = text.differs(ids, embeddings, length)
         if at is None:
@@ -116,13 +116,13 @@ class Watch:
         )
 
     def check_whole(self, ids: Tensor | None, embeddings: Tensor | None, columns: int) -> None:
-        """Check a whole text that is about to run, as in `begin_forward`, with guesses behind it.
+        """Check a whole text that will run, as in `begin_forward`, followed by guesses.
 
         Args:
-            columns: how many tokens generation speaks of: of more than run, if it was given what follows the cached text alone.
+            columns: how many tokens `generate` counts. If more than run, it passed only what follows the cached text.
 
         Raises:
-            KvdslError: if the text is cached already, or another.
+            KvdslError: if the text is already cached, or differs.
         """
         text, cached = embeddings if ids is None else ids, self._sync.length
         if cached and text is not None and columns < cached + text.shape[1]:

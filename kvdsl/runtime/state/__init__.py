@@ -1,1 +1,1 @@
-"""What one layer has cached: its slots, how they lie in memory, and taking the last tokens back."""
+"""The cache of one layer: its slots, their layout in memory, and how to take back the last tokens."""

@@ -1,12 +1,11 @@
-"""Slots in blocks: one pool of keys and values for all rows of a batch, found through a table.
+"""Slots in blocks, as in paged attention: a pool of keys and values for all rows of a batch, and a block table.
 
-As in paged attention, a row's slots s lie in the block `table[row, s // size]` of the pool, at `s % size`, and a new token is written
-there, over what left (EQUIP, figure 18). A block holds the same slots of all KV heads. A row has the blocks in which any of its
-slots is in use; a block in which none is any more goes back to the pool, for whichever row needs one next. So rows of different
-lengths, or with different budgets, take what they use and not what the largest does.
+Slot s of a row lies in block `table[row, s // size]` of the pool, at `s % size`. A new token overwrites an evicted one there (EQUIP,
+figure 18). A block holds the same slots of all KV heads. A row owns the blocks in which any of its slots is in use; an empty block
+returns to the pool. So every row takes the memory that it uses, not that of the largest row.
 
-Under a policy that evicts while it decodes, the pool has as many blocks as each row can ever need by its own budget: it never moves,
-and no step waits for the host to enlarge it. Where the slots are not yet as many as they will be, the pool grows like them.
+If the policy evicts while it decodes, the pool has as many blocks as all rows can ever need by their budgets. Then it never moves, and
+no step waits for the host to enlarge it. Otherwise the pool grows with the slots.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Blocks(Layout):
     """Keys and values in blocks.
 
     Tensors:
-        key_pool [kv_heads, blocks, size, key_dim], value_pool [kv_heads, blocks, size, value_dim]: a head's blocks lie together, so
-            that those that a row was given one after the other can be read in one go.
-        table [batch, blocks of a row] int64: where each block of a row's slots lies in the pools; -1 where it has none.
+        key_pool [kv_heads, blocks, size, key_dim], value_pool [kv_heads, blocks, size, value_dim]: a head's blocks are contiguous, so
+            that blocks allocated one after the other can be read in one go.
+        table [batch, blocks per row] int64: the pool's block for each block of a row; -1 for none.
     """
 
     DECLARED = (*Layout.DECLARED, Declared("table"))
@@ -37,7 +36,7 @@ class Blocks(Layout):
 
     @property
     def size(self) -> int:
-        """Slots of a block."""
+        """Slots per block."""
         return self.key_pool.shape[2]
 
     @property
@@ -46,7 +45,7 @@ class Blocks(Layout):
         return self.key_pool.shape[1]
 
     def used(self, position: Tensor) -> Tensor:
-        """Which blocks of every row hold a token: bool [batch, blocks of a row]."""
+        """Return which blocks of each row hold a token: bool [batch, blocks per row]."""
         return _blocks_of(position >= 0, self.size)
 
     def where(self, slot: Tensor) -> tuple[Tensor, ...]:
@@ -54,25 +53,29 @@ class Blocks(Layout):
         return heads[:, None], self.table.clamp(min=0)[rows[:, None, None], slot // self.size], slot % self.size
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
-        """See `Layout.write`; the row has the block from here on."""
+        """Write a token as in `Layout.write`, after allocating its block."""
         self._take(torch.zeros_like(self.table, dtype=torch.bool).scatter_(1, (slot // self.size).flatten(1), True))
         super().write(slot, key, value, real)
 
     def write_all(self, position: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout.write_all`; the rows have the blocks that they had."""
+        """Write all slots as in `Layout.write_all`, after allocating their blocks."""
         self.settled(position)
         self._take(self.used(position))
         super().write_all(position, keys, values)
 
     def settled(self, position: Tensor) -> None:
-        """Give back the blocks in which nothing is left."""
+        """Free the blocks without tokens."""
         self.table.masked_fill_(~self.used(position), FREE)
 
     def _take(self, wanted: Tensor) -> None:
-        """Give rows the blocks that they want, bool [batch, blocks of a row], and lack, of those that are in no row."""
+        """Allocate free blocks to the rows that need them.
+
+        Args:
+            wanted: bool [batch, blocks per row]; blocks that a row already has stay.
+        """
         held = torch.zeros(self.blocks, dtype=torch.int32, device=wanted.device)
         held.scatter_add_(0, self.table.clamp(min=0).flatten(), (self.table >= 0).int().flatten())
-        free = held.argsort(stable=True)  # those first, the lowest first
+        free = held.argsort(stable=True)  # free blocks first, in ascending order
         missing = wanted & (self.table < 0)
         nth = missing.flatten().cumsum(0).sub_(1).clamp_(0, len(free) - 1).view_as(missing)
         self.table.copy_(torch.where(missing, free[nth], self.table))
@@ -80,7 +83,7 @@ class Blocks(Layout):
     # -- allocating ----------------------------------------------------------------------------------------------------
 
     def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
-        """See `Layout.lay_out`: pools with the blocks in use, or with all that the rows can ever need."""
+        """Allocate pools for the blocks in use, or for all blocks that the rows can ever need."""
         batch, heads, slots = state.position.shape
         size = state.room.block_size(state.numbers)
         blocks = int((_blocks_of(state.position >= 0, size) if state.room.grows else _most_blocks(state, size)).sum())
@@ -91,17 +94,17 @@ class Blocks(Layout):
         self.write_all(state.position, keys, values)
 
     def grow(self, state: Slots, held: Tensor) -> None:
-        """See `Layout.grow`: their blocks will come, at once where the slots are enough for ever."""
+        """Extend the table, and the pools too if the slots have reached their final number."""
         more = -(-state.slots // self.size) - self.table.shape[1]
         self.table = torch.nn.functional.pad(self.table, (0, more), value=FREE)
         if not state.room.grows:
             self._add_blocks(int(_most_blocks(state, self.size).sum()) - self.blocks)
 
     def make_room(self, state: Slots, tokens: int) -> None:
-        """See `Layout.make_room`; a pool with too few blocks grows by half."""
+        """Enlarge a pool that is short of blocks, by half at least."""
         batch, heads, _ = state.position.shape
         free = self.blocks - int((self.table >= 0).sum())
-        if free >= batch * heads * tokens:  # a block for every token would do
+        if free >= batch * heads * tokens:  # enough even with one block per token
             return
         empty = state.position < 0
         coming = empty & (empty.cumsum(-1) <= tokens)
@@ -111,7 +114,6 @@ class Blocks(Layout):
                 self._add_blocks(max(short, self.blocks // 2))
 
     def _add_blocks(self, count: int) -> None:
-        """Enlarge the pools."""
         if count > 0:
             self.key_pool, self.value_pool = (
                 torch.cat([pool, allocated(pool, (len(pool), count, *pool.shape[2:]), 0)], 1)
@@ -120,14 +122,14 @@ class Blocks(Layout):
 
 
 def _blocks_of(slots: Tensor, size: int) -> Tensor:
-    """The blocks of every row in which some of these slots lie, bool [batch, kv_heads, slots]: bool [batch, blocks of a row]."""
+    """Return which blocks of each row contain a marked slot: bool [batch, kv_heads, slots] -> bool [batch, blocks per row]."""
     batch, heads, count = slots.shape
     whole = torch.nn.functional.pad(slots, (0, -count % size))
     return whole.view(batch, heads, -1, size).any(3).any(1)
 
 
 def _most_blocks(state: Slots, size: int) -> Tensor:
-    """How many blocks each row can ever need, [batch]: new tokens take the lowest free slots."""
+    """Return how many blocks each row can ever need, [batch]. New tokens take the lowest free slots."""
     slots = state.slots
     live = state.position >= 0
     behind_last = (live * torch.arange(1, slots + 1, device=live.device)).amax((1, 2))

@@ -1,9 +1,9 @@
-"""Which rows of a layer's table of columns hold what: one for each state column, and behind these the rings.
+"""Rows of a layer's table of columns: one per state column, then the rings.
 
-A ring is what each of a row's newest queries gave a slot, for reductions `over last N queries`. It has `rows` places a slot, of which a
-row of the batch uses `size`. The query at text position j writes place j modulo size at the slots that it sees; so no place ever has to
-be cleared, and which ones hold something can be told from positions alone: a slot at position p is seen by the queries p, p + 1, ... up
-to the newest, or to the end of the model's window.
+A ring stores what each of a row's newest queries gave a slot, for reductions `over last N queries`. It has `rows` places per slot; a
+row of the batch uses the first `size` of them. The query at text position j writes place j modulo size of the slots that it sees. Places
+are never cleared. Positions alone tell which places are valid: a slot at position p is seen by queries p, p + 1, ... up to the newest,
+or to the end of the model's window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ColumnIndex:
     """The rows of a table of columns, [rows, batch, kv_heads, slots].
 
     Attributes:
-        ring_sizes: rows of each ring; none before a prompt tells.
+        ring_sizes: rows of each ring; empty before the first prompt.
     """
 
     def __init__(self, spec: PolicySpec) -> None:
@@ -33,17 +33,16 @@ class ColumnIndex:
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
         return len(self._columns) + sum(self.ring_sizes)
 
     def size_rings(self, settings: Settings, numbers: Tensor, cached: Tensor | None) -> None:
-        """Find how many rows each ring needs: as many as the row with the longest history.
+        """Set each ring's number of rows: the largest size in the batch.
 
         Args:
-            cached: the numbers of what is cached already, or None.
+            cached: the numbers of the tokens already cached, or None.
 
         Raises:
-            KvdslError: if a history that is cached already has another size.
+            KvdslError: if a cached ring has another size.
         """
         sizes = [settings.table(numbers).named[size] for _, size in self._rings]
         if cached is not None and self._rings:
@@ -56,42 +55,42 @@ class ColumnIndex:
         self.ring_sizes = tuple(whole(float(size.max()), "queries to remember") for size in sizes)
 
     def single(self, columns: Tensor) -> dict[str, Tensor]:
-        """The columns of one number a slot by name, [batch, kv_heads, slots] each, as views of the table."""
+        """Return the columns of one number per slot by name, [batch, kv_heads, slots] each, as views."""
         return dict(zip(self._columns, columns[: len(self._columns)], strict=True))
 
     def rings(self, columns: Tensor) -> dict[str, Tensor]:
-        """The rings by name, [size, batch, kv_heads, slots] each, as views of the table; none if they went with the prompt."""
+        """Return the rings by name, [size, batch, kv_heads, slots] each, as views; none if they were dropped with the prompt."""
         if len(columns) < self.rows:
             return {}
         parts = columns[len(self._columns) :].split(list(self.ring_sizes)) if self.ring_sizes else ()
         return {name: part for (name, _), part in zip(self._rings, parts, strict=True)}
 
     def ring_rows(self) -> Tensor:
-        """The row with which each ring begins, int32 [rings]."""
+        """Return the first row of each ring, int32 [rings]."""
         starts = accumulate(self.ring_sizes[:-1], initial=len(self._columns)) if self.ring_sizes else ()
         return torch.tensor(list(starts), dtype=torch.int32, device="cpu")
 
 
 def size_name(ring: str) -> str:
-    """The name of the number that is the ring's size."""
+    """Return the name of the number that is the ring's size."""
     return f"size_{ring}"
 
 
 def valid(
     rows: int, size: Tensor, newest: Tensor, position: Tensor, window: int | None, since: Tensor | None = None
 ) -> Tensor:
-    """Which places hold what a query that saw the slot gave: bool [rows, batch, kv_heads, slots].
+    """Return which places hold the contribution of a query that saw the slot: bool [rows, batch, kv_heads, slots].
 
     Args:
         size: [batch, 1, 1], whole and at least 1.
         newest: [batch, 1, 1], the newest query's position.
         position: [batch, kv_heads, slots].
-        window: queries see this many tokens, or None.
-        since: the first query that counts, [batch, 1, 1]; None for all.
+        window: the number of tokens that a query sees, or None.
+        since: [batch, 1, 1], the first query that counts; None for all.
     """
     size, newest, position = size.long(), newest.long(), position.long()
     place = torch.arange(rows, device=position.device).view(-1, 1, 1, 1)
-    query = newest - (newest - place) % size  # the newest one that writes the place
+    query = newest - (newest - place) % size  # the newest query that writes this place
     found = (place < size) & (query >= position)
     if since is not None:
         found &= query >= since
@@ -99,7 +98,7 @@ def valid(
 
 
 def writers(rows: int, size: Tensor, newest: Tensor) -> Tensor:
-    """Which of a block's queries writes each place, the newest of those that do: int64 [batch, rows], -1 for none.
+    """Return which of a block's queries writes each place last: int64 [batch, rows], -1 for none.
 
     Args:
         size: [batch, 1], whole and at least 1.
@@ -107,7 +106,7 @@ def writers(rows: int, size: Tensor, newest: Tensor) -> Tensor:
     """
     size, newest = size.long(), newest.long()
     latest = (newest >= 0) & (newest > newest.amax(-1, keepdim=True) - size)
-    place = torch.where(latest, newest % size, rows)  # the others share a place that is cut off again
+    place = torch.where(latest, newest % size, rows)  # others go to an extra place, dropped below
     queries = torch.arange(newest.shape[1], device=newest.device).expand_as(newest)
     found = torch.full((len(newest), rows + 1), -1, device=newest.device).scatter(1, place, queries)
     return found[:, :rows]

@@ -1,7 +1,6 @@
-"""What backends keep beside the slots of a layer, made from them: it holds until something else changes the slots.
+"""Tensors derived from a layer's slots, cached for kernels. `SlotState` describes each.
 
-A backend that reads a copy updates it with every token that it serves; one that does not calls `SlotState.forget_copies`. `SlotState`
-says what each tensor is.
+A backend that reads such a tensor updates it with every token. A backend that does not calls `SlotState.forget_copies`.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 
-# -- keys over a sketch's dims, bounds of pages ------------------------------------------------------------------------
+# -- sketched keys, page bounds ----------------------------------------------------------------------------------------
 
 
 def keep(state: SlotState, tile: int) -> None:
-    """Have room for what kernels keep beside the keys, where this layer selects.
+    """Allocate `sketch_keys` and `page_bounds` if this layer selects by them.
 
     Args:
-        tile: slots of a tile of `sketch_keys`.
+        tile: slots per tile of `sketch_keys`.
     """
     if not state.selects or "copied" not in state.declared:
         return
     keys, (batch, heads, slots) = state.layout.key_pool, state.position.shape
     if state.spec.sketches:
         _have(state, "sketch_keys", keys, (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
-    if state.spec.bounds_pages and state.paged != slots:  # the size of a page is the device's to know
+    if state.spec.bounds_pages and state.paged != slots:  # reading the page size waits for the device
         pages = int(slots // float(state.settings.named(state.numbers)["page"].min())) + 1
         _have(state, "page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
         state.paged = slots
 
 
 def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-    """Have a tensor of that name and shape, with whatever in it if it had another."""
+    """Allocate a tensor of this name and shape, uninitialized, unless it exists."""
     if getattr(state, name).shape != shape:
         setattr(state, name, like.new_empty(shape))
         state.copied.zero_()
@@ -46,29 +45,29 @@ def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> 
 
 
 def keep_halves(state: SlotState, rope: Rope | None) -> None:
-    """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
+    """Compute the rotated halves from the keys if the policy caches them and they are missing. Their readers keep them up to date."""
     if state.spec.rope_cached and rope is not None and state.allocated and not state.half_keys.numel():
         state.half_keys = rope.rotate_half(state.keys)
         stays_where_it_is(state.half_keys)
 
 
 def keep_room_for_halves(state: SlotState) -> None:
-    """Have a tensor for the rotated halves, of a policy that keeps them, with whatever in it."""
+    """Allocate the rotated halves, uninitialized, if the policy caches them."""
     if state.spec.rope_cached:
         state.half_keys = torch.empty_like(state.keys)
 
 
-# -- how many tokens a head holds --------------------------------------------------------------------------------------
+# -- lengths of heads --------------------------------------------------------------------------------------------------
 
 
 def keep_length(state: SlotState) -> Tensor:
-    """How many tokens every head of a compact cache holds, counted unless the last step has left it; int32 [batch, kv_heads, 1]."""
+    """Return the tokens per head of a cache with compact positions, int32 [batch, kv_heads, 1]; count them only if they are not cached."""
     if not state.length.numel():
         state.length = (state.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
     return state.length
 
 
 def forget_length(state: SlotState) -> None:
-    """It is to be counted anew."""
+    """Drop the cached lengths."""
     if state.spec.compact:
         state.length = state.length[..., :0]

@@ -1,12 +1,12 @@
-"""Heads of different lengths: one flat array of keys and one of values, and where in them every head begins.
+"""Heads of different lengths: one flat array of keys and one of values, with each head's first row.
 
-Under a budget that the heads of a layer share (`budget B across heads`), some keep many times what others do. Where that is decided once,
-at the end of the prompt, each head gets room for what it has kept and for the tokens to come, of which all heads get as many; what
-was evicted is freed and not masked. Nothing moves until that room is used up, and then everything at once.
+Under a budget shared by the heads of a layer (`budget B across heads`), some heads keep many times what others keep. If the policy
+evicts in the prompt only, each head gets room for what it keeps and for the tokens to come; evicted tokens are freed, not masked. All
+heads move together when a head's room is used up.
 
-Where a tensor tells what each head keeps, a head gets room for its own budget, also while decoding.
+Under a budget per head from a tensor, each head gets room for its own budget, also while decoding.
 
-There are as many slots for every head as the longest one has.
+Positions and columns have the longest head's number of slots for every head.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvdsl.runtime.state.layout import Layout, Slots
 from kvdsl.runtime.state.tensors import Declared, allocated, taken
 
 _AHEAD = 64
-"""Slots that a head gets beyond what it needs now, so that not every token moves all of them."""
+"""Spare slots per head, so that not every token moves all heads."""
 
 
 class Flat(Layout):
-    """Keys and values of heads that differ in length; of policies that evict in the prompt only, or by a budget of each head's own.
+    """Keys and values of heads of different lengths.
 
     Tensors:
         key_pool [rows, key_dim], value_pool [rows, value_dim].
-        first_rows [batch, kv_heads] int64: the row of a head's first slot. Its last one lies before the next head's first.
+        first_rows [batch, kv_heads] int64: the row of a head's first slot. A head ends where the next one begins.
     """
 
     DECLARED = (*Layout.DECLARED, Declared("first_rows"))
@@ -37,12 +37,12 @@ class Flat(Layout):
 
     @property
     def room(self) -> Tensor:
-        """Slots of every head: int64 [batch, kv_heads]."""
+        """Slots per head, int64 [batch, kv_heads]."""
         end = torch.cat([self.first_rows.flatten()[1:], self.first_rows.new_tensor([len(self.key_pool)])])
         return end.view_as(self.first_rows) - self.first_rows
 
     def where(self, slot: Tensor) -> tuple[Tensor, ...]:
-        """See `Layout.where`; slots that a head does not have are its last one, into which nobody but padding writes."""
+        """Map slots beyond a head's room to its last slot. Only padding writes there."""
         return (self.first_rows[..., None] + torch.minimum(slot, self.room[..., None] - 1),)
 
     # -- allocating ----------------------------------------------------------------------------------------------------
@@ -57,9 +57,7 @@ class Flat(Layout):
         self._fill(state, self.key_pool[at], self.value_pool[at], self.room)
 
     def make_room(self, state: Slots, tokens: int) -> None:
-        """See `Layout.make_room`. While the longest head grows, all have room for what it has; under a budget that reads the data it
-        may have shrunk.
-        """
+        """Move the heads if one is full. Only budgets that depend on the data need this: their heads may have shrunk."""
         if not state.room.shrinks:
             return
         held = state.position >= 0
@@ -69,9 +67,9 @@ class Flat(Layout):
             self._fill(state, self.key_pool[at], self.value_pool[at], (wanted + _AHEAD).clamp(max=state.slots))
 
     def _fill(self, state: Slots, keys: Tensor, values: Tensor, least: Tensor | int) -> None:
-        """Fresh pools with the live tokens, head by head [any, dim].
+        """Allocate new pools and write the live tokens, [any, dim], head by head.
 
-        Every head gets as many free slots as the longest one has, but no more than its budget fills, and `least` slots in all.
+        Every head gets as many free slots as the longest head, at most what its budget fills, and at least `least` slots in all.
         """
         position, slots, live = state.position, state.slots, state.position >= 0
         used = (live * torch.arange(1, slots + 1, device=position.device)).amax(2)

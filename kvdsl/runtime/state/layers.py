@@ -1,4 +1,4 @@
-"""The slots of a cache's layers: how each one's lie in memory, and what the layers know of each other."""
+"""The slots of all layers of a cache: their layouts, and the links between layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvdsl.runtime.state.slots import SlotState
 
 
 def slot_state(spec: PolicySpec, params: Mapping[str, float | None], **where: Any) -> SlotState:
-    """The slots of one layer, in the layout that the policy has; the other arguments are those of `SlotState`."""
+    """Create the slots of one layer in the layout that the policy needs. Further arguments are those of `SlotState`."""
     return SlotState(spec, params, layout=_layout(spec), **where)
 
 
@@ -29,10 +29,10 @@ def _layout(spec: PolicySpec) -> Layout:
 
 
 def introduce(states: Iterable[SlotState]) -> None:
-    """Have the layers of a cache warn of the same thing once, decide together where they must, and take choices over from each other.
+    """Link the layers of a cache: they share warnings, joint decisions, and selections that some layers make for others.
 
     Raises:
-        KvdslError: if the layer that would choose is none of these.
+        KvdslError: if a layer would reuse the selection of a layer that is not among them.
     """
     known: dict[int, SlotState] = {state.layer: state for state in states}
     warned: set[str] = set()

@@ -1,7 +1,6 @@
-"""Where the keys and values of one layer lie. Slot after slot, unless `blocks` or `flat`, beside, say otherwise.
+"""Where the keys and values of one layer lie: in slot order here, or as in `blocks` or `flat`.
 
-Positions, columns and ranks stay by slot whatever the layout, because they are small, and who leaves does not depend on where things
-lie. So do the rotated halves of `rope cached`.
+Positions, columns, ranks and the rotated halves of `rope cached` are stored by slot in every layout.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvdsl.runtime.state.tensors import NOTHING, Declared, in_slots, with_rows
 
 
 class Slots(Protocol):
-    """What a layout must know of a layer's slots: which hold a token, and how many there are to be; see `SlotState`."""
+    """What a layout reads of `SlotState`."""
 
     position: Tensor
     numbers: Tensor
@@ -25,16 +24,15 @@ class Slots(Protocol):
     room: Room
 
     @property
-    def slots(self) -> int:
-        """Slots per KV head."""
+    def slots(self) -> int: ...
 
 
 class Layout:
-    """Keys and values, and where in them a slot lies.
+    """Keys and values, and the map from slots to their places.
 
-    Tensors, which `DECLARED` names:
-        key_pool [..., key_dim], value_pool [..., value_dim]: the model's dtype, or rows of bytes as `packed` makes them. A layout says
-            what their other dimensions are.
+    Tensors, named in `DECLARED`:
+        key_pool [..., key_dim], value_pool [..., value_dim]: in the model's dtype, or as bytes (see `packed`). Subclasses state the other
+            dimensions.
     """
 
     DECLARED: ClassVar[tuple[Declared, ...]] = (Declared("key_pool", batch=None), Declared("value_pool", batch=None))
@@ -46,40 +44,40 @@ class Layout:
         self.forget()
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop all tensors."""
         for one in self.DECLARED:
             setattr(self, one.name, NOTHING)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name."""
+        """Return every tensor by name."""
         return {one.name: getattr(self, one.name) for one in self.DECLARED}
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are stored in."""
+        """The storage dtype of keys and values."""
         return self.key_pool.dtype
 
     def where(self, slot: Tensor) -> tuple[Tensor, ...]:
-        """The index of slots, int64 [batch, kv_heads, any] or [any], into what is stored; of a slot without a place, any other's."""
+        """Return the index into the pools of slots, int64 [batch, kv_heads, any] or [any]. A slot without a place gets any valid index."""
         raise NotImplementedError
 
-    # -- what is in the slots ------------------------------------------------------------------------------------------
+    # -- reading and writing -------------------------------------------------------------------------------------------
 
     def read(self, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots, given as to `where`: [batch, kv_heads, any, dim]. Copies."""
+        """Return keys and values of slots (see `where`), [batch, kv_heads, any, dim] each. Copies."""
         at = self.where(slot)
         return self.key_pool[at], self.value_pool[at]
 
     def keys(self, slots: int) -> Tensor:
-        """Of all slots, [batch, kv_heads, slots, key_dim]; what is there of one without a place means nothing, as in free slots."""
+        """Return all keys, [batch, kv_heads, slots, key_dim]. Free slots hold arbitrary numbers."""
         return self.key_pool[self.where(torch.arange(slots, device=self.key_pool.device))]
 
     def values(self, slots: int) -> Tensor:
-        """Likewise, [batch, kv_heads, slots, value_dim]."""
+        """Return all values, [batch, kv_heads, slots, value_dim]. Free slots hold arbitrary numbers."""
         return self.value_pool[self.where(torch.arange(slots, device=self.value_pool.device))]
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
-        """Write one new token per KV head into its slot, over what is there; a padding token leaves everything as it was.
+        """Write one new token per KV head into its slot. Padding tokens write nothing.
 
         Args:
             slot: int64 [batch, kv_heads, 1].
@@ -91,53 +89,53 @@ class Layout:
             pool[at] = torch.where(real[:, None, :, None], new.to(pool.dtype), pool[at])
 
     def write_all(self, position: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write the first slots, [batch, kv_heads, any, dim], as they once were.
+        """Write the first slots, [batch, kv_heads, any, dim] each, to restore an earlier state.
 
         Args:
-            position: [batch, kv_heads, slots], as they once were already.
+            position: [batch, kv_heads, slots], already restored.
         """
         held = position[..., : keys.shape[2]] >= 0
         at = self.places(held)
         self.key_pool[at], self.value_pool[at] = keys[held], values[held]
 
     def places(self, slots: Tensor) -> tuple[Tensor, ...]:
-        """`where`, of marked slots only: bool [batch, kv_heads, any]."""
+        """Return the index into the pools of marked slots: bool [batch, kv_heads, any]."""
         at = self.where(torch.arange(slots.shape[2], device=slots.device))
         return tuple(index.expand_as(slots)[slots] for index in at)
 
     def settled(self, position: Tensor) -> None:
-        """A token has been served, and the slots of what left are free: [batch, kv_heads, slots]."""
+        """Update the layout after a settle that freed slots: position is [batch, kv_heads, slots]."""
 
     # -- allocating ----------------------------------------------------------------------------------------------------
 
     def lay_out(self, state: Slots, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
-        """Place `keys` and `values` of the first slots, as far as the state's positions say that they hold a token.
+        """Allocate, and write keys and values of the slots that hold a token.
 
         Args:
-            kept: these, [batch, kv_heads, any, dim] each.
-            order: which of them, [batch, kv_heads, at most state.slots]; None where they are all, and in order.
+            kept: `keys` and `values`, [batch, kv_heads, any, dim] each.
+            order: which of them, [batch, kv_heads, at most state.slots]; None for all in order.
         """
         raise NotImplementedError
 
     def grow(self, state: Slots, held: Tensor) -> None:
-        """Have places for slots that were added.
+        """Allocate places for added slots.
 
         Args:
-            held: bool [batch, kv_heads, slots], which ones held a token, of those before.
+            held: bool [batch, kv_heads, slots before], which slots held a token.
         """
         raise NotImplementedError
 
     def make_room(self, state: Slots, tokens: int) -> None:
-        """Have places for so many tokens more, of a cache that grows; there are slots for them."""
+        """Allocate places for `tokens` more in a cache that grows. Their slots exist already."""
 
     def select_rows(self, state: Slots, rows: Tensor) -> None:
-        """Make row i what row rows[i] was; all but the layout's tensors are so already."""
+        """Replace row i by row rows[i]. The state's other tensors are already updated."""
         keys, values = (x.index_select(0, rows.to(x.device)) for x in (self.keys(state.slots), self.values(state.slots)))
         self.lay_out(state, {"keys": keys, "values": values}, None)
 
 
 class SlotAfterSlot(Layout):
-    """As slots are numbered.
+    """Keys and values in slot order.
 
     Tensors:
         key_pool [batch, kv_heads, slots, key_dim], value_pool [batch, kv_heads, slots, value_dim].
@@ -150,15 +148,14 @@ class SlotAfterSlot(Layout):
         return batch[:, None, None], heads[:, None], slot
 
     def keys(self, slots: int) -> Tensor:
-        """See `Layout.keys`: the pool itself."""
+        """Return the pool itself, not a copy."""
         return self.key_pool
 
     def values(self, slots: int) -> Tensor:
-        """See `Layout.values`: the pool itself."""
+        """Return the pool itself, not a copy."""
         return self.value_pool
 
     def write_all(self, position: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout.write_all`: what is in free slots, too."""
         self.key_pool[:, :, : keys.shape[2]] = keys
         self.value_pool[:, :, : values.shape[2]] = values
 

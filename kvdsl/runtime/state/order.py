@@ -1,4 +1,4 @@
-"""The order of the text among slots, in which tokens lie wherever they found room: ranks, and pooling over neighbours."""
+"""Text order among slots: ranks, and pooling over neighbouring tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 FREE = -1
-"""The position, and the rank, of a slot that holds no token."""
+"""The position and the rank of a free slot."""
 
 
 def text_order(position: Tensor) -> Tensor:
-    """The slots in the order of the text, the free ones last; int64, of the shape of `position`."""
+    """Return the slots in text order, free ones last; int64 of position's shape."""
     return _place(position).argsort(dim=-1, stable=True)
 
 
 def in_text_order(position: Tensor) -> bool:
-    """Whether they lie so already, as those of a prompt do that nobody left."""
+    """Whether slots are already in text order, as after a prompt without evictions."""
     return bool((_place(position).diff(dim=-1) >= 0).all())
 
 
@@ -26,7 +26,7 @@ def _place(position: Tensor) -> Tensor:
 
 
 def ranks(position: Tensor) -> Tensor:
-    """How many slots hold an earlier token, int32 of the shape of `position`; -1 where the slot is free."""
+    """Return how many slots hold an earlier token, int32 of position's shape; -1 for a free slot."""
     return text_order(position).argsort(-1).int().masked_fill_(position < 0, FREE)
 
 
@@ -34,7 +34,7 @@ def free(position: Tensor, rank: Tensor | None, leaving: Tensor) -> None:
     """Free slots in place, [batch, kv_heads, slots].
 
     Args:
-        rank: int32, where it is known: it is updated without sorting, those behind a gap move up.
+        rank: int32 or None. Ranks behind a gap move up, without sorting.
         leaving: bool; live slots only.
     """
     if rank is not None:
@@ -49,16 +49,16 @@ def _close_gaps(rank: Tensor, leaving: Tensor) -> None:
 
 
 def pool(op: str, x: Tensor, position: Tensor, apart: Tensor, size: Tensor) -> Tensor:
-    """At every slot the `max` or `mean` of x over the slots at most size // 2 places before or behind it in the text.
+    """Return at each slot the `max` or `mean` of x over slots at most size // 2 places away in the text.
 
-    Slots that stand apart are neither counted nor pooled: they keep their x. Nothing is read back to the host, whatever the
-    sizes: a stretch of the text is put together from stretches of 1, 2, 4, ... slots, as its length has binary digits.
+    Slots in `apart` keep their x and count for no other slot. The host reads nothing back, whatever the sizes: each range is composed of
+    ranges of 1, 2, 4, ... slots, by the binary digits of its length.
 
     Args:
         x: float32 [batch, kv_heads, slots].
         position: int [batch, kv_heads, slots].
         apart: bool [batch, kv_heads, slots].
-        size: floored, at least 1; anything that broadcasts with [batch, kv_heads, slots].
+        size: floored, at least 1; broadcasts with [batch, kv_heads, slots].
     """
     slots = x.shape[-1]
     order = torch.where(apart, torch.iinfo(torch.int32).max, position).argsort(dim=-1, stable=True)
@@ -78,7 +78,7 @@ _JOINS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
 
 
 def _stretch(op: str, x: Tensor, begin: Tensor, length: Tensor) -> Tensor:
-    """The maximum or the sum of x over begin .. begin + length, which may not pass the end."""
+    """Return the maximum or the sum of x over begin .. begin + length, within the last axis."""
     join, nothing = _JOINS[op]
     found = torch.full_like(x, nothing)
     step = 1

@@ -1,9 +1,10 @@
-"""Keys and values in fewer bits than the model's dtype has: the option `kv_dtype`, of which `kvdsl.interp.rounding` says what it means.
+"""Quantized keys and values (option `kv_dtype`). `kvdsl.interp.rounding` defines the numbers.
 
-A vector is a row of bytes: codes, and behind them its scales, of two bytes each. So a layout moves such rows as it moves others.
+A vector becomes a row of bytes: codes, then scales of two bytes each. Layouts move these rows like vectors.
 
-    int8, fp8: [D] codes, one scale. int4: of each 32 dims, 16 bytes with two codes each, of dims i and i + 16 the lower and the upper
-    half; where fewer than 32 dims are left, half as many bytes. Four bits hold a code plus 8.
+    int8, fp8: [D] codes, one scale.
+    int4: for each group of 32 dims, 16 bytes of two codes each: dim i in the lower four bits, dim i + 16 in the upper. A last group of
+    fewer dims has half as many bytes as dims. Four bits store a code plus 8.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _SMALLEST = 2.0**-126
 
 
 def pack(x: Tensor, kv_dtype: str) -> Tensor:
-    """Vectors, [..., D], as rows of bytes, uint8 [..., bytes].
+    """Quantize vectors, [..., D], to rows of bytes, uint8 [..., bytes].
 
     Raises:
-        KvdslError: for `int4` of an odd number of dims.
+        KvdslError: for `int4` and an odd number of dims.
     """
     exact = x.float()
     if kv_dtype == "int4" and x.shape[-1] % 2:
@@ -36,7 +37,7 @@ def pack(x: Tensor, kv_dtype: str) -> Tensor:
 
 
 def unpack(rows: Tensor, kv_dtype: str) -> Tensor:
-    """The vectors of rows of bytes: float32 [..., D]."""
+    """Dequantize rows of bytes to vectors, float32 [..., D]."""
     if kv_dtype == "int4":
         found = _unpack_nibbles(rows)
         return turned(found) * (1 / _block(found.shape[-1]))
@@ -45,7 +46,7 @@ def unpack(rows: Tensor, kv_dtype: str) -> Tensor:
 
 
 def dims_of(row_bytes: int, kv_dtype: str) -> int:
-    """How many dims a vector has whose row takes so many bytes."""
+    """Return the number of dims of a vector whose row has `row_bytes` bytes."""
     if kv_dtype != "int4":
         return row_bytes - 2
     groups = -(-row_bytes // (GROUP // 2 + 2))
@@ -53,7 +54,7 @@ def dims_of(row_bytes: int, kv_dtype: str) -> int:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Blocks of float32 vectors, [..., D], times a Hadamard matrix, by butterflies."""
+    """Multiply blocks of float32 vectors, [..., D], by a Hadamard matrix, in butterflies."""
     size, apart = _block(x.shape[-1]), 1
     shape = x.shape
     while apart < size:
@@ -64,15 +65,15 @@ def turned(x: Tensor) -> Tensor:
 
 
 def _block(dims: int) -> int:
-    """The largest power of two that divides the number of dims."""
+    """Return the largest power of two that divides `dims`."""
     return dims & -dims
 
 
 def _scaled(x: Tensor, size: Tensor, largest: float, sign: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """Of vectors, [..., n], that share a scale each: the scales, [..., 1], and the numbers divided by them; NaN and 0 if one is not finite.
+    """Return scales, [..., 1], and x, [..., n], divided by them; NaN and 0 if a number is not finite.
 
     Args:
-        size: the largest magnitude, [..., 1], which `largest` stands for.
+        size: the largest magnitude, [..., 1], which is coded as `largest`.
     """
     bits = ((size / largest).view(torch.int32) + 0xFFFF) & -0x10000
     scale = bits.view(torch.float32).clamp(min=_SMALLEST) * sign
@@ -81,12 +82,12 @@ def _scaled(x: Tensor, size: Tensor, largest: float, sign: Tensor | float = 1.0)
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
-    """The bytes of scales, float32 [..., 1]: uint8 [..., 2]."""
+    """Return scales, float32 [..., 1], as bytes, uint8 [..., 2]."""
     return scale.bfloat16().view(torch.uint8)
 
 
 def _scale_of(pairs: Tensor) -> Tensor:
-    """And back: the upper half of a float32's bits. The bytes may lie at any address, so that they are not seen as a number."""
+    """Undo `_bytes_of`. The bytes are the upper half of a float32; their address may be unaligned, so they cannot be viewed as a number."""
     low, high = pairs.int().unbind(-1)
     return (low << 16 | high << 24).view(torch.float32).unsqueeze(-1)
 

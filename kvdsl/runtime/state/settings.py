@@ -1,4 +1,4 @@
-"""The numbers of a policy in one layer: what the user gave, and what follows from it for prompts of some length."""
+"""The numbers of a policy in one layer, computed from the user's params for prompts of given lengths."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.table import Table, most_while_attending, named
 
 _MOST_TOKENS = 2**24
-"""Budgets that are tried out, to say which would do."""
+"""Upper end of the search for a budget that fits."""
 
 _SIZES = frozenset({"page", "sketch_every", "prefill_block", "block"})
 _LARGEST = 2.0**31 - 1
-"""Tokens of a page, a block or between two sketches that are as good as all: positions are counted by it, and inf is no integer."""
+"""Stands for infinity in page sizes, block sizes and sketch intervals, by which positions are divided as integers."""
 
 _LONG = 2.0**30
-"""Tokens of a prompt that stands for all long ones."""
+"""A prompt length that stands for all long prompts."""
 
 
 class Settings(Linked):
-    """What a policy's `resolve` says for one layer.
+    """The results of a policy's `resolve` for one layer.
 
-    A table of numbers is float64 [batch, len(spec.numbers)], a row of the batch each; where the heads' numbers differ, [batch, kv_heads,
-    len(spec.numbers)].
+    A table of numbers is float64 [batch, len(spec.numbers)]; [batch, kv_heads, len(spec.numbers)] where heads differ.
 
     Attributes:
-        heads: which of the layer's KV heads it is for: all that there are, until keys tell.
-        turns: how many turns have ended.
+        heads: the layer's KV heads served here; all until keys are known.
+        turns: the number of turns that have ended.
     """
 
     LINKS = ("spec", "_resolved")
 
     _latest: ClassVar[tuple[PolicySpec, Any, Table] | None] = None
-    """What was found last, and asked; layers of one model ask the same, one after the other."""
+    """The last arguments and result. Layers of one model ask for the same table one after the other."""
 
     def __init__(self, spec: PolicySpec, params: Mapping[str, float | None], layer: int = 0, layers: int = 1) -> None:
         self.spec = spec
@@ -53,11 +52,12 @@ class Settings(Linked):
         self._resolved: tuple[Tensor, Table] | None = None
 
     def resolve(self, prompt: Tensor, device: torch.device | None = None) -> Tensor:
-        """The table for rows with prompts of these lengths, [batch], on their device or another. The host finds it, and waits for the
-        lengths where they are not on the CPU.
+        """Return the table for rows with these prompt lengths, [batch], on their device or `device`.
+
+        The host computes it. It waits for the lengths unless they are on the CPU.
 
         Raises:
-            KvdslError: if the static keeps protect more tokens than the budget holds.
+            KvdslError: if static keeps protect more tokens than the budget.
         """
         found = self._found(prompt.cpu())
         numbers = found.numbers.to(prompt.device if device is None else device, non_blocking=True)
@@ -65,14 +65,14 @@ class Settings(Linked):
         return numbers
 
     def table(self, numbers: Tensor) -> Table:
-        """The table where the host can read it: without waiting for the device, if it is the one that was resolved last."""
+        """Return a table that the host can read, without waiting for the device if it was the last one resolved."""
         if self._resolved is not None and self._resolved[0] is numbers:
             return self._resolved[1]
         return Table(self.spec, numbers.cpu())
 
     def _found(self, prompt: Tensor) -> Table:
-        """What the layer before has found for the same prompts, if no number depends on the layer."""
-        asked = repr(self.params), self.layers, prompt.tolist()  # 1.0, a rate, equals 1, a token: their texts do not
+        """Compute the table, or return the previous layer's if no number depends on the layer."""
+        asked = repr(self.params), self.layers, prompt.tolist()  # repr, because 1.0 (a ratio) == 1 (a token)
         latest = Settings._latest  # read once: another thread may serve another model
         if latest is not None and latest[0] is self.spec and latest[1] == asked:
             return latest[2]
@@ -88,26 +88,26 @@ class Settings(Linked):
         )
         found = Table(self.spec, torch.stack([*columns], -1))
         alike = self.spec.tensors is None and not given.layer_was_read
-        if alike and "turns" not in self.spec.numbers:  # a turn's end changes that table
+        if alike and "turns" not in self.spec.numbers:  # the number of turns is not in the key
             Settings._latest = self.spec, asked, found
         return found
 
     def tried(self, prompt: float) -> Tensor | None:
-        """The numbers for one prompt of this length, None if the policy does not serve it."""
+        """Return the numbers for a prompt of this length, None if the policy refuses it."""
         try:
             return self.resolve(torch.full((1,), prompt, dtype=torch.float64))
         except KvdslError:
             return None
 
     def served(self) -> list[Tensor]:
-        """The numbers for the shortest prompt and for a very long one, as far as the policy serves them."""
+        """Return the numbers for the shortest and for a very long prompt, without those that the policy refuses."""
         try:
             return list(self._found(torch.tensor([1.0, _LONG], dtype=torch.float64)).numbers.split(1))
         except KvdslError:
             return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
 
     def keeps_a_share(self) -> bool:
-        """Whether the param `budget` is a share of the prompt, by what was given or by its default, and no number of tokens."""
+        """Whether the param `budget` is a ratio of the prompt, not a number of tokens."""
         budget = self.params.get("budget")
         if budget is not None or "budget" not in self.spec.params or not self.spec.bounded:
             return budget is not None and is_rate(budget)
@@ -115,37 +115,35 @@ class Settings(Linked):
         return short is not None and long is not None and bool((short <= 1).all() & (long > 1).any())
 
     def refuse_hopeless(self) -> None:
-        """Raise KvdslError for params that fit neither the shortest nor a very long prompt; others show when the prompt is known."""
+        """Raise KvdslError for params that fit neither the shortest nor a very long prompt. Others are checked per prompt."""
         if self.tried(1.0) is None:
             self.resolve(torch.full((1,), _LONG, dtype=torch.float64))
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
-        """See `kvdsl.runtime.state.table.named`."""
         return named(self.spec, numbers)
 
     def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The same, [batch, kv_heads or 1, 1] each: with room for heads and slots."""
+        """Return `named`, broadcast over heads and slots: [batch, kv_heads or 1, 1] each."""
         return {name: value.reshape(len(value), -1, 1) for name, value in self.named(numbers).items()}
 
     def of_rows(self, numbers: Tensor, name: str) -> Tensor:
-        """A number that all KV heads have in common: [batch]."""
+        """Return a number that is the same for all KV heads: [batch]."""
         return self.named(numbers if numbers.dim() == 2 else numbers[:, 0])[name]
 
     def chooser(self) -> int:
-        """The layer whose queries choose what this one attends to, itself where it chooses for those above; -1 where there is none."""
+        """Return the layer whose selection this one uses (perhaps itself), -1 if there is none."""
         numbers = self.served() if self.spec.reuses else []
         return int(self.named(numbers[0])["chooser"][0]) if numbers else -1
 
-    # -- how many slots that takes -------------------------------------------------------------------------------------
+    # -- how many tokens a head holds ----------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:
-        """See `kvdsl.runtime.state.table.most_while_attending`."""
         return most_while_attending(self.spec, self.named(numbers))
 
     def bounded_by(self) -> Tensor | None:
-        """Tokens that a KV head holds at most while decoding after the shortest prompt that is served, [1] or [1, kv_heads].
+        """Return the most tokens of a KV head while decoding after the shortest prompt served, [1] or [1, kv_heads].
 
-        None for a policy that may come to hold more after a longer prompt than any number of slots.
+        None if no number of slots suffices for all prompts.
         """
         if not self.spec.bounded or self.spec.when == "prefill":
             return None
@@ -165,7 +163,7 @@ class Settings(Linked):
         return Given(self.spec.name, values, prompt, layer, self.layers, tensors, self.turns)
 
     def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
-        """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""
+        """Add to the error the layer, if other layers fit, and the smallest budget that fits in all layers."""
         layers = range(self.layers)
         others_fit = any(self._fits(prompt, layer, self.params) for layer in layers)
         where = f" in layer {self.layer} of {self.layers}" if others_fit else ""
@@ -180,7 +178,6 @@ class Settings(Linked):
         return KvdslError(f"{error.text}{where}; {mend}")
 
     def _fits(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> bool:
-        """Whether a layer has room for what its policy protects."""
         try:
             self.spec.resolve(self._given(prompt, layer, values))
         except KvdslError:

@@ -1,4 +1,4 @@
-"""What the layers of one cache share: choices that some make for others, and decisions that wait for all of them."""
+"""State shared by the layers of a cache: selections reused by other layers, and joint evictions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Waiting = TypeVar("Waiting")
 
 
 class Together(Generic[State, Waiting]):
-    """The layers of one cache that agree on their victims or share a budget: nothing leaves before the last one has attended.
+    """Layers that agree on their victims or share a budget. They evict once the last of them has attended.
 
     Attributes:
         states: of the layers, in the model's order.
-        waiting: what layers have left that have attended.
+        waiting: what the layers that have attended passed to `wait`.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class Together(Generic[State, Waiting]):
         self.waiting: list[Waiting] = []
 
     def forget(self) -> None:
-        """Nobody waits any more: the last forward was interrupted."""
+        """Drop what is waiting: the last forward was interrupted."""
         self.waiting = []
 
     def wait(self, one: Waiting) -> list[Waiting]:
-        """A layer has attended: what all have left, once this is the last one; nothing before."""
+        """Add one layer's part. Returns the parts of all layers if this is the last one, else []."""
         self.waiting.append(one)
         if len(self.waiting) < len(self.states):
             return []
@@ -40,9 +40,9 @@ class Together(Generic[State, Waiting]):
 
 
 class Choices:
-    """Shared by the layer that chooses and those that take its choices over, as long as a forward lasts.
+    """Selections of the layer that chooses, for the layers that reuse them, during one forward.
 
-    These layers never evict, so that a slot holds the same token in all of them.
+    These layers never evict, so a slot holds the same token in all of them.
 
     Attributes:
         chooser: the number of the layer that chooses.
@@ -54,25 +54,25 @@ class Choices:
         self._taken: dict[int, int] = {}
 
     def begin(self, layer: int) -> None:
-        """A layer's forward begins."""
+        """Begin a layer's forward."""
         self._taken[layer] = 0
         if layer == self.chooser:
             self._made.clear()
 
     def make(self, choice: Tensor) -> None:
-        """What the forward's next token chooses, bool [batch, kv_heads, choices, slots]."""
+        """Add the selection of the forward's next token, bool [batch, kv_heads, choices, slots]."""
         self._made.append(choice)
 
     def make_several(self, choices: Tensor) -> None:
-        """The same of some tokens, bool [tokens, batch, kv_heads, choices, slots]."""
+        """Add the selections of several tokens, bool [tokens, batch, kv_heads, choices, slots]."""
         self._made.extend(choices)
 
     def take(self, layer: int, like: Tensor, count: int) -> Tensor:
-        """What the forward's next token attends to in a layer above, bool [batch, kv_heads, choices, slots].
+        """Return the selection for the next token of a reusing layer, bool [batch, kv_heads, choices, slots].
 
         Args:
-            like: has as many rows, heads and slots, and lies where the choice is wanted.
-            count: how many choices there are.
+            like: [batch, kv_heads, slots], on the device where the selection is needed.
+            count: selections per KV head.
 
         Raises:
             KvdslError: if the layers hold different tokens.
@@ -88,10 +88,10 @@ class Choices:
         return choice.to(like.device)
 
     def of_forward(self, layer: int, position: Tensor, tokens: int, count: int) -> tuple[Tensor | None, Tensor | None]:
-        """Room for what some tokens choose for the layers above, and what they take over.
+        """Return the tensor that this layer's selections go to and the selections that it reuses, one of them None.
 
         Returns:
-            Bool [tokens, batch, kv_heads, choices, slots], or None.
+            Bool [tokens, batch, kv_heads, choices, slots] each.
         """
         if self.chooser == layer:
             batch, heads, slots = position.shape
@@ -100,5 +100,5 @@ class Choices:
 
 
 def choices_of(mode: str, group: int) -> int:
-    """How many choices a query of a KV head makes: one, or one for each query head of its group."""
+    """Return the number of selections per KV head: one, or one per query head of its group for `each`."""
     return group if mode == "each" else 1

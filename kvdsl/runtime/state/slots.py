@@ -1,4 +1,4 @@
-"""The slots of one layer: fixed tensors that hold what is cached, and the numbers that the policy reads."""
+"""The slots of one layer: tensors of fixed size with the cached tokens and the policy's numbers."""
 
 from __future__ import annotations
 
@@ -38,51 +38,52 @@ from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
 
 
 class SlotState(Linked):
-    """What one layer has cached.
+    """The cache of one layer.
 
-    Keys and values are in its `layout`. Tensors beside them (N slots per KV head; allocated at the end of a prompt, and again before the
-    next one only while the cache `grows`):
-        position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
-        columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
-        seen [batch] int32: the row's tokens so far, padding excluded: the position of its next token.
-        numbers [batch, len(spec.numbers)] float64: the policy's numbers per row; [batch, kv_heads, len(spec.numbers)] where heads differ.
-    A policy that sketches has two more:
-        sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
-        prompt [batch] int32: the row's tokens up to its last prompt's end, padding excluded.
-    What a backend may keep beside the keys (`copies`), made from them and empty until it is:
-        sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys over the sketch's dims.
-        page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
-        copied [batch] int32: 1 where these hold what the row's keys are. It lies with them, because a step in a graph cannot tell
-            the next one otherwise.
-    One with compact positions:
-        rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
-        length [batch, kv_heads, 1] int32, of backends that cannot count while they attend; empty until it is counted: how many tokens
-            the head holds.
-    One with `rope cached`, of backends that read it; empty until it is made from the keys:
-        half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
-    And one that reads tensors of files:
-        constants [tensors, kv_heads, key_dim] float32: what they have for this layer, in the order of the policy's `tensor` lines; a matrix
-            has a row for each of its `rank`.
+    Keys and values are in `layout`. The other tensors are allocated at the end of a prompt; until the next prompt they are replaced only
+    while the cache grows. N is the number of slots per KV head.
+
+    Always:
+        position [batch, kv_heads, N] int32: the token's position in the row's text, padding excluded; -1 for a free slot.
+        columns [rows, batch, kv_heads, N] float32: a row per state column, then each ring's rows.
+        seen [batch] int32: the number of the row's tokens so far, padding excluded: the position of the next token.
+        numbers [batch, len(spec.numbers)] float64: the policy's numbers; [batch, kv_heads, len(spec.numbers)] where heads differ.
+    Policies that sketch:
+        sketch [batch, kv_heads, D] int32: the chosen dims, ascending; -1 where a row has fewer than D.
+        prompt [batch] int32: the row's tokens up to the end of its last prompt, padding excluded.
+    Derived from keys for kernels (see `copies`), empty until needed:
+        sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys at the sketch's dims.
+        page_bounds [batch, kv_heads, pages, 2, key_dim]: the smallest and largest key of every page.
+        copied [batch] int32: 1 if the two above are up to date in the row. It is a tensor because CUDA graphs cannot keep other state.
+    Policies with compact positions:
+        rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 for a free slot.
+        length [batch, kv_heads, 1] int32: the head's live tokens, for kernels that cannot count them; empty until counted.
+    Caches with `rope cached`:
+        half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys; empty until needed.
+    Policies that read tensors from files:
+        constants [rows, kv_heads, key_dim] float32: this layer's part, in the order of the policy's `tensor` lines; see `Tensors.rows`.
 
     Attributes:
-        layout: where keys and values lie. room: how many slots there are to be. column_index: which rows of `columns` hold what.
-        declared: every tensor, the layout's among them, by name.
-        evicts: whether a decoded token may make others leave.
+        layout: where keys and values lie.
+        room: plans the number of slots.
+        column_index: which rows of `columns` hold what.
+        declared: the declaration of every tensor by name, the layout's included.
+        evicts: whether a decode step may evict.
         selects: whether a decoded token attends to a selection only.
-        even: whether every head of every row comes to fill its slots, all but a few: kernels then read them without asking which.
-        paged: for how many slots there is room for bounds of pages, 0 for none.
-        window: how many tokens a query of this layer sees, or None. `scaling`, `rope`: as the last call had them.
-        text: the queries of the prompt that has not settled yet, forward by forward, [batch, query_heads, tokens, dim], and their
-            places, int32 [batch, tokens], FREE for padding; for a score that reads them.
-        prompt_from: the places of the first tokens of the prompt that has not settled yet, int32 [batch, 1, 1], where the policy
-            remembers the queries of that prompt alone; None elsewhere, and between prompts.
-        processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
-        together: the layers that agree on their victims, or None where this one decides by itself.
-        choices: what the layer chooses for those above, or takes over from one below; None where it does neither.
-        warned: of what somebody was warned, the layers of one cache together.
-        workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
-            cache.
-        expected: tokens that a row's prompt counts as at least, because more of it will come.
+        even: whether every head comes to fill nearly all slots: kernels then read slots without checking which are live.
+        paged: the number of slots that `page_bounds` has room for, 0 for none.
+        window: the number of tokens that a query of this layer sees, or None.
+        scaling, rope: from the last call.
+        text: queries of the prompt that has not settled yet, for scores that read them: per forward [batch, query_heads, tokens, dim] and
+            positions, int32 [batch, tokens], FREE for padding.
+        prompt_from: position of each row's first token of the prompt that has not settled yet, int32 [batch, 1, 1], if the policy's rings
+            hold this prompt only. Otherwise, and between prompts, None.
+        processes: the number of processes that share the layer's KV heads. This one serves heads from `head_offset` on.
+        together: the layers that evict together with this one, or None.
+        choices: the selections that this layer makes for others or reuses, or None.
+        warned: warnings already given in this cache.
+        workspace: a backend's workspace with its `tensors` by name, or None. It is not part of the cache.
+        expected: a lower bound of prompt lengths, for a prompt that comes in parts.
     """
 
     LINKS = ("spec", "workspace")
@@ -130,16 +131,16 @@ class SlotState(Linked):
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlotState:
-        """The same with tensors of its own; of the same policy."""
+        """Copy the tensors, not the policy."""
         memo[id(self.spec)] = self.spec
         return super().__deepcopy__(memo)
 
     def follow(self, spec: PolicySpec) -> None:
-        """Serve this policy, the one that it served before it was pickled."""
+        """Restore the policy after unpickling."""
         self.spec = self.settings.spec = spec
 
     def lay_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the end of the first prompt be written into these, by name, as far as they have the shapes that it takes."""
+        """Set tensors by name. The end of the first prompt is written into those of matching shape."""
         for name, tensor in tensors.items():
             setattr(self if name in self._own else self.layout, name, tensor)
 
@@ -153,7 +154,7 @@ class SlotState(Linked):
         selects: bool,
         even: bool,
     ) -> None:
-        """Serve what another state of the same policy has cached, which is allocated and does not grow.
+        """Serve the tensors of another state of the same policy that is allocated and of fixed size.
 
         Args:
             tensors: its tensors by name.
@@ -165,7 +166,7 @@ class SlotState(Linked):
         self.paged = self.slots
 
     def reset(self) -> None:
-        """Forget everything; the next forward allocates anew."""
+        """Drop everything. The next forward allocates tensors."""
         self.allocated = False
         self.room.forget()
         self.evicts = False
@@ -188,20 +189,20 @@ class SlotState(Linked):
             self.together.forget()
 
     def stays_fixed(self) -> bool:
-        """Whether the slots never grow while decoding; before the prompt is known, whether they will not for a long one."""
+        """Whether the slots never grow while decoding. Before the first prompt: whether that holds for any prompt."""
         return not self.room.grows if self.allocated else self.room.stays_fixed()
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def resolve_after(self, seen: Tensor, known: Tensor | None = None) -> Tensor:
-        """The policy's table of numbers after a forward of a prompt: the prompt is all of a row's text so far.
+        """Return the policy's numbers after a forward of a prompt. The prompt is the row's whole text so far.
 
         Args:
-            seen: int32 [batch], the rows' tokens, the new ones included; a row to which none came keeps its numbers.
-            known: the same on the CPU, if the host knows them.
+            seen: int32 [batch], tokens per row, the new ones included. A row without new tokens keeps its numbers.
+            known: the same on the CPU, if the host has it.
 
         Raises:
-            KvdslError: as `resolve` does.
+            KvdslError: as `Settings.resolve` does.
         """
         numbers = self.settings.resolve((seen if known is None else known).clamp(min=self.expected), seen.device)
         came = (seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)) if self.allocated else None
@@ -210,10 +211,10 @@ class SlotState(Linked):
     # -- constants -----------------------------------------------------------------------------------------------------
 
     def read_constants(self, key: Tensor, value: Tensor) -> None:
-        """Read what the policy's tensors have for this layer, once: for keys and values like these, [batch, kv_heads, tokens, dim].
+        """Read this layer's part of the policy's tensors, once, for keys and values like these, [batch, kv_heads, tokens, dim].
 
         Raises:
-            KvdslError: if they were made for another model, or if their file is another than it was.
+            KvdslError: if the tensors do not fit the model, or if the file has changed.
         """
         if self.spec.tensors is None or self.constants.shape != NOTHING.shape:
             return
@@ -232,7 +233,7 @@ class SlotState(Linked):
         self.settings.heads = heads
 
     def constants_of(self, heads: slice = slice(None)) -> Constants:
-        """What the policy's tensors have for some of the KV heads."""
+        """Return the policy's tensors for some of the KV heads."""
         if self.spec.tensors is None:
             return NO_CONSTANTS
         return Constants({name: rows[heads] for name, rows in self.spec.tensors.by_name(self.constants).items()})
@@ -240,11 +241,11 @@ class SlotState(Linked):
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None) -> None:
-        """Fill the slots with what was kept at the end of a prompt, in text order; they are allocated unless as many are there.
+        """Fill the slots, in text order, with the tokens kept at the end of a prompt. Tensors of the right shape are reused.
 
         Args:
-            kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
-            staying: how many tokens the emptiest and the fullest head keep of a text that is in order; None: only the device knows.
+            kept: `keys`, `values`, `position` and `columns` over any number of slots; FREE is the position of an evicted token.
+            staying: the fewest and the most tokens that a head keeps of a text in order; None if only the device knows.
         """
         position = kept["position"]
         filled = int((position >= 0).sum(-1).max()) if staying is None else staying[1]
@@ -269,7 +270,7 @@ class SlotState(Linked):
             stays_where_it_is(*self.tensors().values())
 
     def _after_prompt(self, numbers: Tensor) -> Tensor:
-        """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
+        """Return the numbers for decoding. A policy that evicts in the prompt only has no capacity there."""
         self.evicts = self.spec.bounded and self.settings.table(numbers).evicts
         if self.spec.bounded and self.spec.when == "prefill":
             self.evicts, numbers = False, numbers.clone()
@@ -279,12 +280,12 @@ class SlotState(Linked):
         return numbers
 
     def make_room(self, tokens: int) -> None:
-        """Before `tokens` more are placed: a cache that grows does so when it is full."""
+        """Grow, if needed, before `tokens` more are placed."""
         room = self.room
         if not room.grows:
             return
         room.filled += tokens
-        if room.shrinks and room.filled > self.slots:  # what a budget that reads the data has made room for
+        if room.shrinks and room.filled > self.slots:  # budgets that depend on the data may have freed slots
             room.filled = int((self.position >= 0).sum(-1).max()) + tokens
         if room.filled > self.slots:
             with plain_tensors():
@@ -293,14 +294,14 @@ class SlotState(Linked):
             self.layout.make_room(self, tokens)
 
     def reserve(self) -> None:
-        """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""
+        """Allocate all slots that can be needed, now and at the end of every later prompt."""
         self.room.reserve()
         if self.allocated and self.room.grows:
             with plain_tensors():
                 self.extend()
 
     def extend(self, slots: int | None = None) -> None:
-        """Have so many slots per KV head, where there is a limit no more than are enough for ever: as many, if nothing else is said."""
+        """Grow to `slots` per KV head, at most the limit. None means the limit."""
         limit = self.room.limit
         slots = limit if slots is None else slots if limit is None else min(slots, limit)
         if slots is None:
@@ -312,17 +313,17 @@ class SlotState(Linked):
         self.forget_copies()
 
     def _allocate(self, kept: Mapping[str, Tensor], order: Tensor | None, slots: int) -> None:
-        """Positions, columns and ranks of `slots` slots that begin with the kept ones, in `order` if it is given."""
+        """Allocate positions, columns and ranks for `slots` slots that begin with the kept ones, in `order` if given."""
         self.position = in_slots("position", self.position, kept["position"], order, slots, FREE)
         self.columns = in_slots("columns", self.columns, kept["columns"], order, slots)
         if self.spec.compact:
             self.rank = holding(self.rank, ranks(self.position))
 
     def forget_copies(self, *, halves: bool = True) -> None:
-        """What was made from keys and positions no longer holds: whoever reads it makes it anew.
+        """Invalidate the tensors derived from keys and positions. Their readers rebuild them.
 
         Args:
-            halves: the rotated halves, too.
+            halves: also the rotated halves.
         """
         batch, heads, _ = self.position.shape
         for name in EMPTY.keys() & self._own.keys():
@@ -340,63 +341,64 @@ class SlotState(Linked):
 
     @property
     def packed(self) -> bool:
-        """Whether keys and values are stored in another dtype than the model's; all that is computed with them is float32 then."""
+        """Whether keys and values are quantized. Computations with them are then in float32."""
         return self.spec.kv_dtype != "model"
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are computed with."""
+        """The dtype in which keys and values are computed with."""
         return torch.float32 if self.packed else self.layout.dtype
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Dims of a key, and of a value."""
+        """Dims of a key and of a value."""
         key, value = self.layout.key_pool.shape[-1], self.layout.value_pool.shape[-1]
         return (dims_of(key, self.spec.kv_dtype), dims_of(value, self.spec.kv_dtype)) if self.packed else (key, value)
 
     @property
     def keys(self) -> Tensor:
-        """[batch, kv_heads, slots, key_dim]; a copy, where the layout is another than slot after slot, or stores them packed."""
+        """[batch, kv_heads, slots, key_dim]; a copy if they are packed or not in slot order."""
         return self.read(self.layout.keys(self.slots))
 
     @property
     def values(self) -> Tensor:
-        """[batch, kv_heads, slots, value_dim]; likewise."""
+        """[batch, kv_heads, slots, value_dim]; a copy if they are packed or not in slot order."""
         return self.read(self.layout.values(self.slots))
 
     def rows_of(self, vectors: Tensor) -> Tensor:
-        """Keys or values as the layout stores them, [..., dim]."""
+        """Convert keys or values, [..., dim], to the storage format."""
         return pack(vectors, self.spec.kv_dtype) if self.packed else vectors
 
     def packed_rows(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """The rows of both by name, as in `PACKED`; nothing where they are stored as they are."""
+        """Return both in the storage format, under the names in `PACKED`; empty if they are not packed."""
         return dict(zip(PACKED, (self.rows_of(key), self.rows_of(value)), strict=True)) if self.packed else {}
 
     def read(self, rows: Tensor) -> Tensor:
-        """What is stored, [..., dim], as keys or values."""
+        """Convert stored rows, [..., dim], to keys or values."""
         return unpack(rows, self.spec.kv_dtype) if self.packed else rows
 
     @property
     def declared(self) -> dict[str, Declared]:
-        """What is declared of every tensor, the layout's first."""
+        """Declarations by name, the layout's first."""
         return {one.name: one for one in self.layout.DECLARED} | self._own
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, in the order of `declared`."""
+        """Return every tensor by name, in the order of `declared`."""
         return self.layout.tensors() | {name: getattr(self, name) for name in self._own}
 
     def check_fits(self, key: Tensor, value: Tensor, rows: int, heads: int) -> None:
-        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers.
+        """Raise KvdslError if new keys and values differ in dtype or size from the cached ones: kernels receive bare pointers.
 
         Args:
-            rows: how many are served. heads: KV heads.
+            rows: rows of the batch.
+            heads: KV heads.
         """
         found = [(x.dtype, tuple(x.shape[:2]), x.shape[-1]) for x in (key, value)]
         if found != [(self.dtype, (rows, heads), dims) for dims in self.dims]:
             raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
 
     def in_slots(self) -> dict[str, Tensor]:
-        """What has slots one after the other, as in `SLOT_DIM`; and as in `PACKED`, where keys and values are."""
+        """Return the tensors in slot order, named in `SLOT_DIM`; with packed rows also those in `PACKED`."""
         if not self.packed:
             return {name: getattr(self, name) for name in SLOT_DIM}
         rows = dict(zip(PACKED, (self.layout.keys(self.slots), self.layout.values(self.slots)), strict=True))
@@ -404,13 +406,13 @@ class SlotState(Linked):
         return {name: read[name] if name in read else getattr(self, name) for name in SLOT_DIM} | rows
 
     def bytes(self) -> int:
-        """What the tensors occupy."""
+        """Return the size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors().values()) if self.allocated else 0
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Tensor) -> None:
-        """Make row i what row rows[i] was (beams), in place where the batch keeps its size."""
+        """Replace row i by row rows[i] (beam search), in place if the batch keeps its size."""
         if not self.allocated:
             return
         for name, one in self._own.items():
@@ -421,7 +423,7 @@ class SlotState(Linked):
 
 
 class SameTensors:
-    """Tells whether a state's tensors are the objects that they were, so that addresses of them hold. None lives longer for it."""
+    """Detect whether a state's tensors are still the same objects, so that cached addresses are valid. Holds weak references."""
 
     def __init__(self, state: SlotState) -> None:
         in_layout = [one.name for one in state.layout.DECLARED]
@@ -429,5 +431,5 @@ class SameTensors:
         self._tensors = [weakref.ref(tensor) for tensor in self._tensors_of(state)]
 
     def holds(self, state: SlotState) -> bool:
-        """Whether they are the same objects still."""
+        """Whether all tensors are the same objects as before."""
         return all(map(is_, self._tensors_of(state), [known() for known in self._tensors]))

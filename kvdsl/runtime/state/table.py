@@ -11,12 +11,12 @@ from kvdsl.runtime.spec import PolicySpec
 
 
 def named(spec: PolicySpec, numbers: Tensor) -> dict[str, Tensor]:
-    """The columns of a table of numbers by name, [batch] each, or [batch, kv_heads]."""
+    """Return the numbers of a table by name, [batch] or [batch, kv_heads] each."""
     return dict(zip(spec.numbers, numbers.unbind(-1), strict=True))
 
 
 def most_while_attending(spec: PolicySpec, named: dict[str, Tensor]) -> Tensor:
-    """Tokens that a KV head of a policy that evicts holds at most, once it has settled after its prompt: [batch(, kv_heads)]."""
+    """Return the most tokens that a KV head holds once its prompt has settled: [batch] or [batch, kv_heads]."""
     capacity = named["capacity"]
     none = torch.zeros_like(capacity)
     slack = named.get("slack", none)
@@ -27,7 +27,7 @@ def most_while_attending(spec: PolicySpec, named: dict[str, Tensor]) -> Tensor:
 
 
 class Table:
-    """The numbers where the host can read them; nobody changes them.
+    """A table of numbers that the host can read. Immutable.
 
     Args:
         numbers: float64 [batch, (kv_heads,) len(spec.numbers)], on the CPU.
@@ -39,32 +39,32 @@ class Table:
 
     @cached_property
     def named(self) -> dict[str, Tensor]:
-        """See `named`."""
+        """The function `named` of this table."""
         return named(self._spec, self.numbers)
 
     @cached_property
     def evicts(self) -> bool:
-        """Whether tokens may leave some KV head of a policy that evicts: a budget that reads the data is not known before."""
+        """Whether some KV head may evict. A budget that depends on the data may always do so."""
         return self._spec.measures or bool(self.named["capacity"].isfinite().any())
 
     @cached_property
     def selects(self) -> bool:
-        """Whether a query of a policy that selects may skip tokens."""
+        """Whether a query may skip tokens."""
         return bool(self.named["select"].isfinite().any())
 
     @cached_property
     def never_settles(self) -> bool:
-        """Whether some row has a trigger that nothing reaches."""
+        """Whether some row has no trigger."""
         trigger = self.named.get("trigger")
         return trigger is not None and bool((trigger == 0).any())
 
     @cached_property
     def least_capacity(self) -> float:
-        """Tokens that a KV head keeps at least when it settles."""
+        """The smallest capacity of all KV heads."""
         return float(self.named["capacity"].min())
 
     @cached_property
     def most(self) -> tuple[float, float]:
-        """Of `most_while_attending`, the least and the most of all KV heads."""
+        """The minimum and maximum of `most_while_attending`."""
         least, most = most_while_attending(self._spec, self.named).aminmax()
         return float(least), float(most)

@@ -1,5 +1,6 @@
-"""The tensors of one layer, declared: what each is called, which dimensions its rows and slots are, and which policies have it; and how
-they come to be, in place of older ones wherever these have the same shape, because graphs of earlier steps know where they lie.
+"""Declarations of a layer's tensors: names, axes, and the policies that need them; and their allocation.
+
+Allocation reuses a tensor of the same shape, because CUDA graphs of earlier steps hold its address.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
 
 NOTHING = torch.empty(0)
-"""What a tensor is that has not been allocated."""
+"""A tensor that is not allocated."""
 
 
-# Named functions, because states are pickled.
+# Named functions, not lambdas, because states are pickled.
 
 
 def _every(spec: PolicySpec) -> bool:
@@ -54,11 +55,11 @@ class Declared:
     """One tensor.
 
     Attributes:
-        batch: the batch's dimension, or None where the rows share it.
-        slots: the dimension in which its slots lie one after the other, or None where they do not.
-        changes: whether a decoded token changes it.
-        noted: whether it is so small that all of it is noted before a token that may be taken back.
-        of: whether a policy has it.
+        batch: its batch axis, or None if rows share it.
+        slots: its slot axis, or None if it is not in slot order.
+        changes: whether a decode step changes it.
+        noted: whether it is small enough to be saved whole before a step that may be undone.
+        of: whether a policy needs it.
     """
 
     name: str
@@ -84,29 +85,29 @@ BY_SLOT = (
     Declared("half_keys", of=_halves),
     Declared("constants", batch=None, changes=False, of=_tensors),
 )
-"""What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
+"""Tensors beside keys and values; `SlotState` describes them."""
 
 PACKED = ("key_rows", "value_rows")
-"""Keys and values as they are stored, of a cache with another `kv_dtype` than the model's; `keys` and `values` are what is read then."""
+"""Names of packed keys and values as stored; `keys` and `values` name the unpacked ones."""
 
 SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None and one.of is _every}
-"""What has slots one after the other under any policy, and which dimension they are; keys and values so, however a layout stores them."""
+"""The slot axis of tensors that every policy has in slot order. Keys and values count as such in every layout."""
 
 EMPTY = {"sketch_keys": (0, 0, 0), "page_bounds": (0, 2, 0), "half_keys": (0, 0), "length": (0,)}
-"""The tensors that are made from others, and the shape that each has behind [batch, kv_heads] while it is not made."""
+"""Derived tensors, and their shapes behind [batch, kv_heads] before they are computed."""
 
 MARKED = frozenset({"sketch_keys", "page_bounds"})
-"""Those of which `copied` says whether they hold: they stay where they are, for those who know where."""
+"""Derived tensors whose validity `copied` marks. They keep their address, which CUDA graphs hold."""
 
 
 # -- allocating --------------------------------------------------------------------------------------------------------
 
 
 def allocated(like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor full of one value, on the device of another and, unless told otherwise, of its dtype.
+    """Allocate a tensor full of `value` on like's device, in its dtype unless `dtype` is given.
 
     Raises:
-        KvdslError: if there is no memory for it.
+        KvdslError: if memory does not suffice.
     """
     dtype = like.dtype if dtype is None else dtype
     try:
@@ -117,7 +118,7 @@ def allocated(like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dty
 
 
 def filled(old: Tensor, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`allocated`, or the old one full of the value if that is such a tensor."""
+    """Fill `old` with the value if shape, dtype and device fit; otherwise `allocated`."""
     dtype = like.dtype if dtype is None else dtype
     if (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
         return old.fill_(value)
@@ -125,24 +126,25 @@ def filled(old: Tensor, like: Tensor, shape: tuple[int, ...], value: int, dtype:
 
 
 def in_place_of(old: Tensor, value: Tensor) -> Tensor:
-    """The value, copied into the old tensor if that has its shape; else itself."""
+    """Copy the value into `old` if shape, dtype and device fit, and return that; otherwise return the value."""
     same = (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device)
     return old.copy_(value) if same else value
 
 
 def holding(old: Tensor, value: Tensor) -> Tensor:
-    """A copy of the value, in the old tensor if that has its shape."""
+    """Return a copy of the value, in `old` if shape, dtype and device fit."""
     held = in_place_of(old, value)
     return held.clone() if held is value else held
 
 
 def in_slots(name: str, old: Tensor, kept: Tensor, order: Tensor | None, slots: int, value: int = 0) -> Tensor:
-    """A tensor of so many slots that begins with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given.
+    """Return a tensor of `slots` slots that begins with the kept ones.
 
     Args:
         name: in `SLOT_DIM`.
-        old: in which it may lie, unless that is what is kept.
-        value: what the other slots hold.
+        old: a tensor to reuse, unless it is `kept`.
+        order: which of the kept slots, [batch, kv_heads, at most slots]; None for all in order.
+        value: fills the other slots.
     """
     dim = SLOT_DIM[name]
     shape = (*kept.shape[:dim], slots, *kept.shape[dim + 1 :])
@@ -155,22 +157,22 @@ def in_slots(name: str, old: Tensor, kept: Tensor, order: Tensor | None, slots: 
 
 
 def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
-    """These slots, [batch, kv_heads, any], of the tensor of that name in `SLOT_DIM`."""
+    """Gather slots, [batch, kv_heads, any], of a tensor by its name in `SLOT_DIM`."""
     dim = SLOT_DIM.get(name, 2)
     if tensor.dim() > dim + 1:
         rows, heads = (torch.arange(n, device=order.device) for n in order.shape[:2])
-        return tensor[rows[:, None, None], heads[:, None], order]  # whole rows: twice as fast as a gather
+        return tensor[rows[:, None, None], heads[:, None], order]  # copies whole rows, twice the speed of a gather
     return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
 
 
 def with_rows(old: Tensor, dim: int, rows: Tensor) -> Tensor:
-    """These rows of the batch, which is that dimension; in the old tensor if they are as many."""
+    """Select rows along the batch axis `dim`, in place if their number stays the same."""
     chosen = old.index_select(dim, rows.to(old.device))
     return old.copy_(chosen) if chosen.shape == old.shape else chosen
 
 
 def stays_where_it_is(*tensors: Tensor) -> None:
-    """Tell `torch.compile` that these keep their addresses, so that a CUDA graph may change them in place."""
+    """Mark tensors as static for `torch.compile`, so that a CUDA graph may change them in place."""
     for tensor in tensors:
         if tensor.device.type == "cuda":
             torch._dynamo.mark_static_address(tensor)

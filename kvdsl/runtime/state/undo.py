@@ -1,13 +1,13 @@
-"""Taking back the last tokens: what a step overwrites is noted before it, and put back afterwards.
+"""Undo of the last tokens: a step's old numbers are saved before it and restored afterwards.
 
-A step places its token in the first free slot of every KV head (design corner of all backends), changes columns, positions and
-ranks anywhere, and one place of every ring. So a noted step is the rows of one slot, the small tensors whole, and of a ring the
-places that the step writes: for N slots, C columns and R rings, per row and KV head,
+A step places its token in the first free slot of every KV head, may change any column, position and rank, and writes one place of
+every ring. So a saved step holds one slot's rows, the small tensors whole, and the written places of each ring. For N slots, C columns
+and R rings, that is per row and KV head
 
     (key_dim + value_dim) elements of the model's dtype, and 4 N (1 + C + R) bytes, 4 N more under compact positions.
 
-That is copied at every step while somebody records, and nothing otherwise. Under `cap hard` the step itself chooses the slot, when
-it makes room; then all keys and values are noted.
+Steps cost this copy only while a log records. Under `cap hard` the step evicts before it chooses the slot,
+and in blocks it may free one for another row. Then all keys and values are saved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvdsl.runtime.state.slots import SlotState
 
 @dataclass(frozen=True)
 class Before:
-    """One layer before a token came.
+    """One layer before a token.
 
     Attributes:
-        whole: by name what is declared so, and the columns of one number a slot.
-        slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
-        keys, values: as they are stored, of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
-        rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
+        whole: tensors declared as `noted`, and the columns of one number per slot, by name.
+        slot: int64 [batch, kv_heads, 1], the slot of the token; None if all slots are saved.
+        keys, values: as stored, of that slot, [batch, kv_heads, 1, dim], or of all slots.
+        rings: the old numbers of the places that the step writes, [batch, kv_heads, slots] per ring.
         filled: `Room.filled`.
     """
 
@@ -43,7 +43,7 @@ class Before:
 
     @classmethod
     def of(cls, state: SlotState) -> Before:
-        """Note what the state's next token may overwrite."""
+        """Save what the state's next token may overwrite."""
         whole = {name: getattr(state, name).clone() for name, one in state.declared.items() if one.noted}
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
         unknown = state.spec.hard_cap or state.spec.in_blocks
@@ -54,7 +54,7 @@ class Before:
         return cls(whole, slot, keys, values, rings, state.room.filled)
 
     def undo(self, state: SlotState) -> None:
-        """Put it back, in place; the slots may have grown since."""
+        """Restore the state in place. Its slots may have grown since."""
         slots = self.whole["position"].shape[-1]
         state.position.fill_(FREE)
         if state.spec.compact:
@@ -73,13 +73,13 @@ class Before:
         state.forget_copies()
 
     def bytes(self) -> int:
-        """What the tensors occupy."""
+        """Return the size in bytes."""
         held = (*self.whole.values(), self.keys, self.values, *self.rings, *(() if self.slot is None else (self.slot,)))
         return sum(tensor.nbytes for tensor in held)
 
 
 def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
+    """Return each ring, and the place in it that the token after `seen` others writes, per row of the batch."""
     rings, rows = state.column_index.rings(state.columns), torch.arange(len(seen), device=seen.device)
     sizes = {size: state.settings.of_rows(state.numbers, size).long() for _, size in state.spec.rings}
     return [(rings[name], seen.long() % sizes[size], rows) for name, size in state.spec.rings if name in rings]
@@ -89,7 +89,7 @@ class UndoLog:
     """The last steps of one layer.
 
     Args:
-        steps: how many are kept, where a forward does not ask for more.
+        steps: how many to keep unless a forward asks for more.
     """
 
     def __init__(self, steps: int) -> None:
@@ -100,22 +100,22 @@ class UndoLog:
         return len(self._noted)
 
     def note(self, state: SlotState, at_least: int = 0) -> None:
-        """Note the state before a token comes; the oldest step is dropped when there are more than `steps` and `at_least`."""
+        """Save the state before a token. Beyond max(steps, at_least) the oldest step is dropped."""
         self._noted.append(Before.of(state))
         while len(self._noted) > max(self.steps, at_least):
             self._noted.popleft()
 
     def take_back(self, state: SlotState, steps: int) -> None:
-        """Make the state what it was that many steps ago, at most `len(self)`."""
+        """Restore the state of `steps` steps ago, at most `len(self)`."""
         for _ in range(steps):
             self._noted.pop().undo(state)
 
     def forget(self) -> None:
-        """No step before now can be taken back."""
+        """Drop all steps."""
         self._noted.clear()
 
     def bytes(self) -> int:
-        """What it occupies."""
+        """Return the size in bytes."""
         return sum(step.bytes() for step in self._noted)
 
 
@@ -123,13 +123,13 @@ class UndoLog:
 
 
 def can_truncate(state: SlotState, length: int, left: int, prompt: int) -> bool:
-    """Whether the first `left` of `length` tokens are what a text of them alone would have left.
+    """Whether the first `left` of `length` tokens are the same as a cache of a text with these tokens only.
 
-    So it is where every row holds all its tokens, none of them padding, where no query leaves anything in those before it,
-    where the budget does not read them, and where a prompt that ends there has the same numbers.
+    That requires that every row holds all its tokens without padding, that queries leave no trace in earlier tokens, that the budget does
+    not depend on the data, and that a prompt ending there has the same numbers.
 
     Args:
-        prompt: tokens up to the last prompt's end.
+        prompt: tokens up to the end of the last prompt.
     """
     spec = state.spec
     learns = (spec.rings and not spec.forgets) or set(spec.column_rules) - {"token"}
@@ -144,7 +144,7 @@ def can_truncate(state: SlotState, length: int, left: int, prompt: int) -> bool:
 
 
 def truncate(state: SlotState, left: int) -> None:
-    """Have the first `left` tokens only."""
+    """Keep the first `left` tokens only."""
     state.room.filled -= int(state.seen.max()) - left
     free(state.position, state.rank if state.spec.compact else None, state.position >= left)
     state.seen.fill_(left)

@@ -1,1 +1,1 @@
-"""The torch backend, and the prompt for every backend: attention, statistics, eviction and selection by torch operations."""
+"""The torch backend, and the prompt for every backend: attention, statistics, eviction and selection in torch operations."""

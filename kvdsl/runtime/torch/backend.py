@@ -1,15 +1,14 @@
-"""The torch backend: runs anywhere that torch does.
+"""The torch backend: runs on any device that torch supports.
 
-A generated `kernels_torch.py` holds a policy's expressions, as far as it has them:
-    observe(row: View, columns: Columns): fold a block of queries into the state columns.
-    fold(row: View), prune(slots: View) -> dict[str, Tensor]: what columns come to at a query, or where tokens leave.
-    place(new: NewTokens): the columns that a token has by itself, see `kvdsl.runtime.tokens`.
-    score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): who leaves and who may not.
-    weigh(slots: View) -> Tensor: what a layer's share of a budget goes by, one number for all its KV heads.
-    select(row: View) -> Tensor: what a decoded token attends to, the highest first.
-    weight(row: View) -> Tensor: how many times each of these counts, if the spec says that it weighs.
-    sketch(row: View) -> Tensor: which dims matter, [batch, kv_heads, 1, 1, dim], the highest first.
-Everything else, the same for all policies, is here and in the modules beside.
+The generated `kernels_torch.py` has these functions if the policy needs them:
+    observe(row: View, columns: Columns): update the state columns by a block of queries.
+    fold(row: View), prune(slots: View) -> dict[str, Tensor]: new values of columns with these rules.
+    place(new: NewTokens): compute the columns of new tokens, see `kvdsl.runtime.torch.tokens`.
+    score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): rank and protect slots.
+    weigh(slots: View) -> Tensor: the worth of a layer when layers share a budget.
+    select(row: View) -> Tensor: a rank of slots for a decoded token, highest first.
+    weight(row: View) -> Tensor: how many times each selected slot counts.
+    sketch(row: View) -> Tensor: a rank of dims, [batch, kv_heads, 1, 1, dim], highest first.
 """
 
 from __future__ import annotations
@@ -41,22 +40,21 @@ class TorchBackend:
     served = ""
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call)
         copies.keep_halves(state, call.rope)
         return out
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim].
+        """Serve new tokens one by one: place, attend, observe, settle. Returns [batch, tokens, query_heads, value_dim].
 
         Raises:
-            KvdslError: for several tokens at once, if the layers must agree after every one.
+            KvdslError: for several tokens if the layers must agree after every token.
         """
         with plain_tensors():
             return self.steps(state, call)
 
     def steps(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """`decode`, as `torch.compile` can trace it."""
+        """Decode in a form that `torch.compile` can trace."""
         tokens = call.query.shape[2]
         check_agreement(state, tokens)
         state.make_room(tokens)
@@ -66,18 +64,17 @@ class TorchBackend:
         return torch.cat(steps, dim=1)
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
-        """Several at once: the tokens in these slots leave and the new ones take their places, one for one.
+        """Replace the tokens in these slots by new ones, one for one, as when E tokens are evicted and E inserted (EQUIP, appendix D.5).
 
-        That is all that changes in a cache when E tokens are evicted and E inserted (EQUIP, appendix D.5). Nobody attends: the
-        columns are those of new tokens that no query has seen. To means and moving averages, which count queries by age, it
-        is as if the queries of the new tokens had given 0. For a token of padding nothing changes.
+        Nothing else changes, and no query attends. Columns start as for new tokens. Means and moving averages count queries by age: for
+        them, the new tokens' own queries count as 0. Padding tokens replace nothing.
 
         Args:
-            slots: int32 or int64 [batch, kv_heads, tokens], different slots that hold a token.
-            call: the new keys and values; the query is not looked at.
+            slots: int32 or int64 [batch, kv_heads, tokens], distinct live slots.
+            call: the new keys and values; the query is ignored.
 
         Raises:
-            KvdslError: if there are not as many slots as new tokens, or one of them is free or named twice; nothing is changed.
+            KvdslError: if the numbers of slots and new tokens differ, or a slot is free or occurs twice. Nothing is changed then.
         """
         check_text(state)
         check_count(slots, call)
@@ -91,7 +88,7 @@ class TorchBackend:
         for t, one in enumerate(one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
             one = _overwrite(state, one, slot, new_position, new_position >= 0)
-            _unmade_query(state, slot, new_position >= 0)
+            _start_averages(state, slot, new_position >= 0)
             _place_in(state, one, slot, new_position >= 0)
             state.seen += new_position[:, 0] >= 0
 
@@ -137,12 +134,12 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
 
 
 def _free_slot(state: SlotState) -> Tensor:
-    """The first free slot of every KV head, int64 [batch, kv_heads, 1]."""
+    """Return the first free slot of every KV head, int64 [batch, kv_heads, 1]."""
     return (state.position == FREE).int().argmax(-1, keepdim=True)
 
 
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> AttentionCall:
-    """Write the new token into its slot; a padding token leaves everything as it was. The call with key and value as they are stored."""
+    """Write the new token into its slot; padding writes nothing. Returns the call with key and value as stored."""
     rows = state.rows_of(call.key), state.rows_of(call.value)
     state.layout.write(slot, *rows, real)
     if state.spec.rope_cached and call.rope is not None:
@@ -153,20 +150,20 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
         state.rank.scatter_(2, slot, torch.where(real[:, None], last, state.rank.gather(2, slot)))
     position = new_position[:, None].expand_as(slot)
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
-    for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
+    for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings need no initial value
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
     return call._replace(key=state.read(rows[0]), value=state.read(rows[1]))
 
 
-def _unmade_query(state: SlotState, slot: Tensor, real: Tensor) -> None:
-    """Moving averages begin with a token's own query; the query of a token that only takes a place has given 0."""
+def _start_averages(state: SlotState, slot: Tensor, real: Tensor) -> None:
+    """Start moving averages at 0, as if the token's own query had given 0."""
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):
         if rule == "ema":
             column.scatter_(2, slot, torch.where(real[:, None], 0.0, column.gather(2, slot)))
 
 
 def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor) -> None:
-    """`place` for one new token per KV head, in its slot, int64 [batch, kv_heads, 1]; padding leaves everything as it was."""
+    """Compute the columns of one new token per KV head in its slot, int64 [batch, kv_heads, 1]. Padding changes nothing."""
     single = state.columns[: len(state.spec.columns)]
     index = slot[None].expand(len(single), -1, -1, -1)
     old = single.gather(3, index)
@@ -181,15 +178,15 @@ def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor)
 def _attend(
     state: SlotState, call: AttentionCall, row: View, kept: dict[str, Tensor], attended: Tensor, weight: Tensor | None = None
 ) -> Tensor:
-    """Attention of a block of queries over the slots; the row gets to know what there is to observe.
+    """Attend over the slots for a block of queries, and set the row's `attn` and `logit` if the policy reads attention.
 
     Args:
-        kept: what the slots hold.
-        attended: bool [batch, kv_heads, group or 1, queries, slots], what takes part, of what each query sees.
-        weight: how many times each counts, likewise; None: once.
+        kept: the contents of the slots.
+        attended: bool [batch, kv_heads, group or 1, queries, slots], which slots take part.
+        weight: how many times each counts, of the same shape; None for once.
 
     Returns:
-        [batch, queries, query_heads, value_dim]; without meaning for padding.
+        [batch, queries, query_heads, value_dim]; arbitrary for padding.
     """
     assert row.query is not None
     bias = None
@@ -202,8 +199,8 @@ def _attend(
         attended = attended & (weight > 0) & weight.isfinite()
         weighed = logit + weight.log()
     prob = softmax(weighed.masked_fill(~attended, -torch.inf), call.sinks)
-    prob = prob.masked_fill(~attended, 0.0)  # even where a softmax is NaN, or padding sees nothing
-    # A slot to which no query head attends may hold anything, infinities included; it must not meet a probability of zero.
+    prob = prob.masked_fill(~attended, 0.0)  # also where softmax is NaN because nothing is attended
+    # Unattended slots may hold infinities, and 0 * inf is NaN.
     value = row.value.float().unsqueeze(2).masked_fill(~attended.any(3)[..., None], 0.0)
     if state.spec.reads_attention:
         row.attn, row.logit = row.over_group(prob), row.over_group(logit)

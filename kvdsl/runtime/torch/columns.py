@@ -1,4 +1,4 @@
-"""State columns: how the queries of a view are folded into what is remembered of every slot."""
+"""State columns: update per-slot statistics by the queries of a view."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ INITIAL = {
     "fold": torch.nan,
     "prune": torch.nan,
 }
-"""What a column holds before its slot's first query, by rule: what a `keep` sees of a new token when a query selects."""
+"""Initial values by rule. A `keep` reads them for a new token if a query selects."""
 
 
 def observe(row: View, spec: PolicySpec) -> None:
-    """Fold a block of queries, in the order of the text, into the state columns."""
+    """Update the state columns by a block of queries in text order."""
     if spec.observes:
         spec.torch_kernels.observe(row, Columns(row))
     if "fold" in spec.column_rules:
@@ -36,7 +36,7 @@ def observe(row: View, spec: PolicySpec) -> None:
 
 
 class Columns:
-    """Folds the queries of a view into its state columns."""
+    """Updates the state columns by the queries of a view."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -44,32 +44,28 @@ class Columns:
         self.visible = view.visible.mask
 
     def sum(self, name: str, x: Tensor) -> None:
-        """Add up what the queries give."""
         self.columns[name].add_(torch.where(self.visible, x.float(), 0.0).sum(2))
 
     def squares(self, name: str, x: Tensor) -> None:
-        """Add up the squares of what the queries give."""
         self.sum(name, x.float().square())
 
     def max(self, name: str, x: Tensor) -> None:
-        """Keep the largest."""
         self._fold(name, torch.maximum, torch.where(self.visible, x.float(), -torch.inf).amax(2))
 
     def min(self, name: str, x: Tensor) -> None:
-        """Keep the smallest."""
         self._fold(name, torch.minimum, torch.where(self.visible, x.float(), torch.inf).amin(2))
 
     def last(self, name: str, x: Tensor) -> None:
-        """Keep what the last query that saw the slot gave."""
+        """Keep the value of the last query that saw the slot."""
         queries = torch.arange(self.visible.shape[2], device=self.visible.device).view(1, 1, -1, 1)
         latest = torch.where(self.visible, queries, -1).amax(2, keepdim=True)
         gave = x.float().expand_as(self.visible).gather(2, latest.clamp(min=0)).squeeze(2)
         self.columns[name].copy_(torch.where(latest.squeeze(2) >= 0, gave, self.columns[name]))
 
     def ema(self, name: str, x: Tensor, decay: Tensor | float) -> None:
-        """Let every query count for (1 - decay), and what was before it for decay; the slot's first query counts whole.
+        """Update a moving average: each query has weight (1 - decay); the slot's first query starts it.
 
-        All queries at once: what a query gave has decayed once for each query after it that saw the slot.
+        All queries at once: a query's value decays once per later query that saw the slot.
         """
         after = self.visible.flip(2).cumsum(2).flip(2) - self.visible.int()
         first = self.visible & (self._view.age == 0)
@@ -80,7 +76,7 @@ class Columns:
         self.columns[name].copy_((old + torch.where(self.visible, gave, 0.0).sum(2, keepdim=True)).squeeze(2))
 
     def ring(self, name: str, x: Tensor) -> None:
-        """Note what each query gave in its place, over what an older one gave."""
+        """Write each query's value to its place in the ring, over an older one."""
         ring, newest = self._view.rings[name], self._view.query_position[:, 0, :, 0]
         size = self._view.number(size_name(name))[:, 0, 0]
         writer = writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])

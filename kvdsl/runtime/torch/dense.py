@@ -1,8 +1,7 @@
-"""Dense attention of a prompt: the output, and the log-sum-exp of every query, from which its probabilities can be had again.
+"""Dense attention of a prompt: the output, and each query's log-sum-exp, from which its probabilities can be recomputed.
 
-Torch's fused kernels serve where they can, in memory that is linear in the prompt. What they do not know (capped logits, a bias
-that grows with the distance), or would mix up (what is not finite has no part in the queries that do not see it, but 0 * inf is no
-0), is done in float32, in blocks of queries.
+Torch's fused kernels are used where possible; their memory is linear in the prompt. They do not support softcaps or ALiBi, and they let
+infinite keys or values of masked slots turn the output into NaN (0 * inf). These cases are computed in float32, in blocks of queries.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ from kvdsl.runtime.torch.attention import scores, softmax
 from kvdsl.runtime.torch.prompt import Prompt
 
 _BLOCK_BYTES = 32 << 20
-"""What the probabilities of a block of queries may take."""
+"""Size of the probabilities of a block of queries."""
 
 _MASK_BYTES = 8 << 20
-"""What the mask of a block of queries may take, where a kernel needs one."""
+"""Size of the mask of a block of queries, where a kernel needs one."""
 
 _ROWS_BYTES = 32 << 20
-"""Of the queries of rows that one call serves: to lie as it wants them they may have to be copied, and long ones fill a chip alone."""
+"""Size of the queries of the rows in one call. They may have to be copied to be contiguous; a long row fills a GPU alone."""
 
 _LEAST_BLOCK = 64
-"""Queries that are worth a call of a kernel."""
+"""The fewest queries worth a kernel call."""
 
 _CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """Attend over what is cached and the new tokens, causally.
+    """Attend causally over cached and new tokens.
 
     Returns:
-        [batch, tokens, query_heads, value_dim], 0 for padding; and the log-sum-exp of each query's scores, the model's sink
-        included: float32 [batch, kv_heads, group, tokens], NaN where a score is +inf, without meaning for padding. On 16 bits
-        it may be off by 1e-4 (`is_coarse`).
+        The output, [batch, tokens, query_heads, value_dim], 0 for padding; and the log-sum-exp of each query's logits, sink included:
+        float32 [batch, kv_heads, group, tokens], NaN if a logit is +inf, arbitrary for padding. In 16-bit dtypes it may be off by 1e-4
+        (`is_coarse`).
     """
     found = _fused(prompt)
     out, lse = _exact(prompt) if found is None else found
-    return out.to(prompt.call.query.dtype), lse  # turned keys and queries are float32
+    return out.to(prompt.call.query.dtype), lse  # rotated keys and queries are float32
 
 
 def is_coarse(x: Tensor) -> bool:
-    """Whether the log-sum-exps of such queries are: torch's fused kernel for CPUs is content with coarse exponentials on 16 bits."""
+    """Whether log-sum-exps for this dtype are coarse: torch's fused CPU kernel approximates exponentials in 16-bit dtypes."""
     return x.device.type == "cpu" and x.dtype != torch.float32
 
 
@@ -54,7 +53,7 @@ def is_coarse(x: Tensor) -> bool:
 
 
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
-    """By a fused kernel; None if there is none, or if something is not finite, which may be left in doubt."""
+    """Attend by fused kernels; None if there is none, or if a number is not finite (unless that check is deferred to `doubts`)."""
     if prompt.call.softcap is not None or prompt.call.slopes is not None:
         return None
     parts = []
@@ -74,8 +73,8 @@ def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
 
 
 def _total(x: Tensor) -> Tensor:
-    """A number that is finite only if all of it is, float32 []: its sum, by one pass of which nothing of its size is left. In float16
-    common sums overflow, so that it is the range there.
+    """Return a float32 scalar that is finite only if all of x is: the sum, in one pass without a temporary. In float16, where sums
+    overflow, the range.
     """
     if x.dtype == torch.float16:
         low, high = x.aminmax()
@@ -84,7 +83,7 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _alike(prompt: Prompt) -> Iterator[tuple[slice, slice | None]]:
-    """Rows that one call can serve, and where their tokens lie among the new ones; None if there is padding between them."""
+    """Yield rows that one call can serve, and where their tokens lie among the new ones; None if padding interrupts them."""
     batch, begin = prompt.position.shape[0], 0
     texts = [slice(0, prompt.tokens)] * batch if prompt.call.real is None else _texts(prompt.call.real)
     most = max(1, _ROWS_BYTES * batch // max(1, prompt.call.query.nbytes))
@@ -95,7 +94,7 @@ def _alike(prompt: Prompt) -> Iterator[tuple[slice, slice | None]]:
 
 
 def _texts(real: Tensor) -> list[slice | None]:
-    """Where every row's tokens lie; None if there is padding between them.
+    """Return where each row's tokens lie; None if padding interrupts them.
 
     Args:
         real: bool [batch, tokens].
@@ -106,7 +105,7 @@ def _texts(real: Tensor) -> list[slice | None]:
 
 
 def _fused_rows(prompt: Prompt, rows: slice, text: slice | None) -> tuple[Tensor, Tensor] | None:
-    """`attend` for some rows, whose tokens lie alike."""
+    """Attend for rows whose tokens lie in the same place."""
     window = prompt.call.window
     if text is None or prompt.cached or (window is not None and window < text.stop - text.start):
         parts = [_masked(prompt, slice(row, row + 1)) for row in range(rows.start, rows.stop)]
@@ -125,10 +124,10 @@ def _fused_rows(prompt: Prompt, rows: slice, text: slice | None) -> tuple[Tensor
 
 
 def _causal(prompt: Prompt, rows: slice, text: slice) -> tuple[Tensor, Tensor] | None:
-    """Of the rows' first tokens, all of which see all before them: [rows * kv_heads, group, tokens, value_dim] and log-sum-exps."""
+    """Attend for whole texts without a window: [rows * kv_heads, group, tokens, value_dim], and log-sum-exps."""
     behind = prompt.tokens - text.stop
     query = prompt.queries(rows, slice(0, prompt.heads), text).flatten(0, 1)
-    if text.start == text.stop:  # kernels fail where there is nothing to do
+    if text.start == text.stop:  # kernels fail on empty inputs
         nothing = query.new_zeros(len(query), prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
         return nothing, nothing[..., 0].float()
     key, value = (x[rows, :, text].flatten(0, 1) for x in (prompt.keys, prompt.kept["values"]))
@@ -139,7 +138,7 @@ def _causal(prompt: Prompt, rows: slice, text: slice) -> tuple[Tensor, Tensor] |
 
 
 def _masked(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
-    """The same of any one row: block by block, with a mask."""
+    """Attend for one row block by block with a mask: [kv_heads, group, tokens, value_dim], and log-sum-exps."""
     heads, parts = slice(0, prompt.heads), []
     for tokens in _blocks(prompt):
         slots = prompt.reach(row, heads, tokens)
@@ -149,7 +148,7 @@ def _masked(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
             prompt.queries(row, heads, tokens)[0],
             prompt.keys[row, :, slots][0],
             prompt.kept["values"][row, :, slots][0],
-            seen | padding,  # a query that sees nothing would have no output at all
+            seen | padding,  # kernels need a visible slot per query
             prompt.call.scaling,
         )
         if found is None:
@@ -160,8 +159,8 @@ def _masked(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
 
 
 def _blocks(prompt: Prompt) -> list[slice]:
-    """Blocks of queries that see nearly the same slots, or whose masks are small enough."""
-    masks = prompt.heads if prompt.cached else 1  # where nothing was evicted, heads hold the same
+    """Split the queries into blocks that see nearly the same slots and whose masks are small."""
+    masks = prompt.heads if prompt.cached else 1  # without evictions, all heads see the same slots
     window = prompt.call.window or prompt.slots
     size = max(1, _MASK_BYTES // (4 * masks * min(prompt.slots, 2 * window)))
     size = min(size, max(_LEAST_BLOCK, window // 4))
@@ -169,21 +168,21 @@ def _blocks(prompt: Prompt) -> list[slice]:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of it where a learned logit [query_heads] joins every denominator."""
+    """Add a learned logit [query_heads] to every denominator."""
     joined = torch.logaddexp(lse, sinks.float().view(*lse.shape[1:3], 1))
     return (out * (lse - joined).exp().unsqueeze(-1)).to(out.dtype), joined
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor] | None:
-    """One call of a fused kernel. A KV head poses as a row of the batch, so that its keys need not be repeated.
+    """Call a fused kernel. KV heads take the place of batch rows, so that keys need not be repeated for the group.
 
     Args:
         query: [kv_heads, group, queries, key_dim].
         key, value: [kv_heads, slots, key_dim or value_dim].
-        mask: bool [kv_heads or 1, queries, slots]; None if query i sees the slots 0 to i.
+        mask: bool [kv_heads or 1, queries, slots]; None if query i sees slots 0 to i.
 
     Returns:
-        [kv_heads, group, queries, value_dim] and float32 [kv_heads, group, queries]; None if no kernel tells the latter.
+        [kv_heads, group, queries, value_dim] and the log-sum-exp, float32 [kv_heads, group, queries]; None if no kernel returns it.
     """
     value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     if query.is_cuda:
@@ -201,15 +200,15 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
-    """With zeros behind its last dim."""
+    """Pad the last dim with zeros to `size`."""
     return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Without a mask cuDNN's where torch itself would take it, twice as fast on Hopper as FlashAttention, or the latter on 16 bits; else
-    the memory-efficient kernel.
+    """Call a CUDA kernel: without a mask cuDNN's if torch prefers it (2× faster than FlashAttention on Hopper), in 16-bit dtypes
+    FlashAttention, else the memory-efficient one.
     """
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
     from torch.nn.attention import SDPBackend
@@ -242,10 +241,10 @@ def _cuda_kernel(
 
 
 def _exact(prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """In blocks of queries, in float32."""
+    """Attend in float32 in blocks of queries."""
     entries = _BLOCK_BYTES // 4
     if not bool(prompt.kept["values"].isfinite().all()):
-        entries = 0  # query by query: none may meet what it does not see
+        entries = 0  # query by query: 0 * inf is NaN
     batch, heads, everything = prompt.position.shape[0], prompt.heads, slice(None)
     out = prompt.call.query.new_zeros(batch, heads, prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
     lse = out.new_zeros(out.shape[:-1], dtype=torch.float32)
@@ -254,14 +253,14 @@ def _exact(prompt: Prompt) -> tuple[Tensor, Tensor]:
         seen, logit = _logits(prompt, row, head, tokens, slots)
         lse[row, head, everything, tokens] = _log_sum_exp(logit, prompt, head)
         prob = softmax(logit, _sinks_of(prompt, head)).masked_fill(~seen.unsqueeze(2), 0.0)
-        # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
+        # Unattended slots may hold infinities, and 0 * inf is NaN.
         value = prompt.kept["values"][row, head, slots].float().masked_fill(~seen.any(2)[..., None], 0.0)
         out[row, head, everything, tokens] = torch.einsum("bhgqs,bhsd->bhgqd", prob, value).to(out.dtype)
     return out.flatten(1, 2).transpose(1, 2), lse
 
 
 def exact_lse(prompt: Prompt, first: int) -> Tensor:
-    """The log-sum-exps of `attend` in float32 whatever the dtype, from the query `first` on; 0 before it."""
+    """Return the log-sum-exps of `attend` in float32 for any dtype, from query `first` on; 0 before it."""
     lse = prompt.call.query.new_zeros(len(prompt.position), prompt.heads, prompt.group, prompt.tokens, dtype=torch.float32)
     for row, head, tokens in prompt.tiles(first, _BLOCK_BYTES // 4):
         _, logit = _logits(prompt, row, head, tokens, prompt.reach(row, head, tokens))
@@ -270,7 +269,7 @@ def exact_lse(prompt: Prompt, first: int) -> Tensor:
 
 
 def _logits(prompt: Prompt, row: slice, head: slice, tokens: slice, slots: slice) -> tuple[Tensor, Tensor]:
-    """What each query sees, bool [rows, heads, queries, slots], and its logits there, [rows, heads, group, queries, slots]."""
+    """Return what each query sees, bool [rows, heads, queries, slots], and logits, [rows, heads, group, queries, slots]."""
     seen = prompt.visible(row, head, tokens, slots) & (prompt.position[row, None, tokens, None] >= 0)
     bias = prompt.bias(row, head, tokens, slots)
     logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots], bias)
@@ -278,7 +277,7 @@ def _logits(prompt: Prompt, row: slice, head: slice, tokens: slice, slots: slice
 
 
 def _log_sum_exp(logit: Tensor, prompt: Prompt, head: slice) -> Tensor:
-    """Over the slots and the sink: [batch, kv_heads, group, queries]."""
+    """Return the log-sum-exp over slots and sink: [batch, kv_heads, group, queries]."""
     total, sinks = logit.logsumexp(-1), _sinks_of(prompt, head)
     if sinks is not None:
         total = torch.logaddexp(total, sinks)
@@ -286,6 +285,6 @@ def _log_sum_exp(logit: Tensor, prompt: Prompt, head: slice) -> Tensor:
 
 
 def _sinks_of(prompt: Prompt, head: slice) -> Tensor | None:
-    """The learned sinks of some KV heads, float32 [kv_heads, group, 1]; None if the model has none."""
+    """Return the sinks of some KV heads, float32 [kv_heads, group, 1], or None."""
     sinks = prompt.call.sinks
     return None if sinks is None else sinks.float().view(prompt.heads, prompt.group, 1)[head]

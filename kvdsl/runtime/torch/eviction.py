@@ -1,4 +1,4 @@
-"""Eviction from one layer, or from several that agree on their victims."""
+"""Eviction from one layer, or from several that decide together."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from kvdsl.runtime.torch.view import View, slots_view
 _Noted = TypeVar("_Noted", Protection, Ballot)
 
 Excess = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""From the live slots and the numbers to how many must leave; see `settle.overflow`."""
+"""Computes how many tokens to evict from the live slots and the numbers; see `settle.overflow`."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one layer holds when some of it may have to leave.
+    """The contents of one layer at a settle.
 
     Attributes:
-        kept: `keys`, `values`, `position` and `columns` over slots; of a decode step under compact positions `rank` as well.
+        kept: `keys`, `values`, `position` and `columns` over slots; `rank` too, in a decode step under compact positions.
         numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
         newest: int32 [batch], the position of the row's newest token.
-        rows: bool [batch], the rows that may lose slots.
-        evicts: whether any may, in this layer and phase.
-        of_prompt: whether it is a prompt's; layers share a budget then only.
-        unsaid: gets conditions and what to do where they hold, once somebody waits for the device; None: it is done at once.
+        rows: bool [batch], the rows that may evict.
+        evicts: whether this layer evicts in this phase.
+        of_prompt: whether a prompt settles. Only then do layers share a budget.
+        warnings: collects a condition and a function that warns if it holds, until the host waits for the device; None: at once.
     """
 
     state: SlotState
@@ -55,38 +55,37 @@ class Held:
     rows: Tensor
     evicts: bool
     of_prompt: bool = False
-    unsaid: list[tuple[Tensor, Callable[[], None]]] | None = None
+    warnings: list[tuple[Tensor, Callable[[], None]]] | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether the layers of the cache decide together."""
+        """Whether this layer decides together with others."""
         return self.state.spec.victims == "layers" or (self.of_prompt and self.state.spec.across_layers != "")
 
     @property
     def position(self) -> Tensor:
-        """[batch, kv_heads, slots]."""
         return self.kept["position"]
 
     def view(self) -> View:
-        """The live slots."""
+        """Return a view of the live slots."""
         return slots_view(self.state, self.kept, self.newest, self.numbers)
 
 
 def held_in_slots(state: SlotState, rows: Tensor) -> Held:
-    """What the state itself holds."""
+    """Return the contents of the state's own slots."""
     kept = state.in_slots() | ({"rank": state.rank} if state.spec.compact else {})
     return Held(state, kept, state.numbers, state.seen - 1, rows, state.evicts)
 
 
 Watcher = Callable[[Held, "Tensor | float", Tensor], None]
-"""Told of every settle, before anyone leaves: the slots' scores, [batch, kv_heads, 1, slots], and what may not leave."""
+"""Called at every settle before eviction with the slots' scores, [batch, kv_heads, 1, slots], and the mask of protected slots."""
 
 _watchers: list[Watcher] = []
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell the watcher of every settle that is computed here: those of prompts, and the torch backend's of decoded tokens."""
+    """Call `watcher` at every settle computed in torch: of all prompts, and of tokens decoded by the torch backend."""
     _watchers.append(watcher)
     try:
         yield
@@ -95,28 +94,28 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 Kernel = Callable[[Held], bool]
-"""Evicts from a layer whose KV heads decide by themselves, as `evict` does; False, and nothing done, where it cannot."""
+"""Evicts like `evict` from a layer whose KV heads decide for themselves. Returns False, with nothing done, if it cannot."""
 
 
 def no_kernel(held: Held) -> bool:
-    """There is none."""
+    """Decline: the kernel of backends without one."""
     return False
 
 
 def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel = no_kernel) -> None:
-    """Evict what exceeds the budget, once all layers that must agree are there; then do what remains to be done.
+    """Evict what exceeds the budget, then call `then`. Layers that decide together wait for the last one.
 
     Args:
-        kernel: is asked first, unless somebody watches.
+        kernel: tried first, unless a watcher is active.
 
     Raises:
-        KvdslError: if layers share a budget, and this one of several is asked alone.
+        KvdslError: if layers share a budget but the other layers are missing.
     """
     if held.waits and held.state.together is not None:
         _settle_together(held.state.together, held, then)
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
-        raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
+        raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} settles alone")
     if held.of_prompt:
         warn_of_protected([held])
     if held.evicts and (_watchers or not (_fits(held) or _nobody_leaves(held, overflow) or kernel(held))):
@@ -125,7 +124,7 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
 
 
 def _fits(held: Held) -> bool:
-    """Whether a prompt has so few slots that none is in excess, as far as the host knows: most chats begin with such."""
+    """Whether the host knows that the prompt exceeds no budget, because it has fewer slots than any capacity."""
     spec = held.state.spec
     if not held.of_prompt or spec.measures or spec.across or spec.across_layers:
         return False
@@ -133,8 +132,9 @@ def _fits(held: Held) -> bool:
 
 
 def known_to_stay(held: Held) -> tuple[int, int] | None:
-    """How many tokens the emptiest and the fullest KV head keep of a prompt that is a whole text of every row, without padding; None where
-    only the device knows: budgets may be found in the data, or be heads' or layers' together.
+    """Return the fewest and the most tokens that KV heads keep of a prompt that is the whole text of every row without padding.
+
+    None if only the device knows, because budgets depend on the data or are shared.
     """
     spec, (_, _, slots) = held.state.spec, held.position.shape
     if not held.evicts:
@@ -148,8 +148,9 @@ def known_to_stay(held: Held) -> tuple[int, int] | None:
 
 
 def _nobody_leaves(held: Held, excess: Excess) -> bool:
-    """Whether nobody has to behind a decoded token, as far as that is asked: on a CPU (a GPU would be waited for), and of budgets that
-    read no data and are a head's own.
+    """Whether a decode step evicts nothing.
+
+    Checked on CPUs only (a GPU would have to be waited for), for budgets of single heads that do not depend on the data.
     """
     spec, shared = held.state.spec, held.state.spec.across or held.state.spec.across_layers
     if held.of_prompt or held.position.device.type != "cpu" or torch.compiler.is_compiling() or spec.measures or shared:
@@ -160,7 +161,7 @@ def _nobody_leaves(held: Held, excess: Excess) -> bool:
 
 
 def end_turn(state: SlotState) -> None:
-    """Count a turn that has ended, in place, and let leave what may then.
+    """Count a turn that has ended, and evict if the policy settles at turns.
 
     Raises:
         KvdslError: as `settle` does.
@@ -176,7 +177,7 @@ def end_turn(state: SlotState) -> None:
 
 
 def make_room(held: Held) -> None:
-    """Under a hard cap: evict before a token is placed."""
+    """Under a hard cap, evict before a token is placed."""
     if held.waits and held.state.together is not None:
         states = (known() for known in held.state.together.states)
         deciding = [held_in_slots(state, held.rows) for state in states if state.evicts]
@@ -189,7 +190,7 @@ def make_room(held: Held) -> None:
 def _settle_together(
     together: Together[SlotState, tuple[Held, Callable[[], None]]], held: Held, then: Callable[[], None]
 ) -> None:
-    """A layer has attended; the last one to do so decides for all."""
+    """Wait until the last layer has attended, then decide for all."""
     waiting = together.wait((held, then))
     deciding = [one for one, _ in waiting if one.evicts]
     if deciding:
@@ -201,9 +202,9 @@ def _settle_together(
 
 
 def evict(layers: Sequence[Held], excess: Excess) -> None:
-    """Free the victims' slots in place: their positions become FREE.
+    """Free the victims' slots in place.
 
-    Everything is computed, due or not: to ask a GPU is to wait for it.
+    The order is computed even if nothing is due: a check would wait for the GPU.
     """
     for held, leaving in zip(layers, _victims(layers, excess), strict=True):
         _remember(held, leaving)
@@ -211,7 +212,7 @@ def evict(layers: Sequence[Held], excess: Excess) -> None:
 
 
 def _remember(held: Held, leaving: Tensor) -> None:
-    """What folds over prunes come to in the KV heads that lose slots, bool [batch, kv_heads, slots]."""
+    """Update `prune` columns of the KV heads that evict; `leaving` is bool [batch, kv_heads, slots]."""
     if "prune" not in held.state.spec.column_rules:
         return
     loses, view = leaving.any(-1, keepdim=True), held.view()
@@ -221,7 +222,7 @@ def _remember(held: Held, leaving: Tensor) -> None:
 
 
 def _victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
-    """Who leaves, bool [batch, kv_heads, slots] per layer."""
+    """Return the victims, bool [batch, kv_heads, slots] per layer."""
     spec = layers[0].state.spec
     if spec.victims == "layers":
         return _common_victims(layers, excess)
@@ -238,13 +239,13 @@ def _own_victims(held: Held, excess: Excess) -> Tensor:
     score, protection, numbers = _judged(held)
     if held.state.spec.across:
         over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
-        floor = numbers["head_floor" if held.state.spec.across_layers else "floor"]  # of shares: in tokens by now
+        floor = numbers["head_floor" if held.state.spec.across_layers else "floor"]  # in tokens
         return shared_order(score, protection, floor) < over * held.rows.view(-1, 1, 1)
     return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
 
 
 def _judged(held: Held) -> tuple[Tensor | float, Protection, dict[str, Tensor]]:
-    """What the slots score, what may not leave, and the layer's numbers."""
+    """Return the slots' scores, their protection, and the layer's numbers."""
     state, view, protection = held.state, held.view(), Protection(held.position)
     numbers = state.settings.per_head(held.numbers)
     state.spec.torch_kernels.protect(view, protection, numbers)
@@ -253,7 +254,7 @@ def _judged(held: Held) -> tuple[Tensor | float, Protection, dict[str, Tensor]]:
 
 
 def _pooled_victims(layers: Sequence[Held]) -> list[Tensor]:
-    """Who leaves where all layers and heads lose slots to each other."""
+    """Return the victims of all layers and heads in one pool."""
     judged = [_judged(held) for held in layers]
     scores, protections, numbers = zip(*judged, strict=True)
     capacities, floors = ([own[name] for own in numbers] for name in ("capacity", "floor"))
@@ -261,7 +262,7 @@ def _pooled_victims(layers: Sequence[Held]) -> list[Tensor]:
 
 
 def _with_shares(layers: Sequence[Held]) -> list[Held]:
-    """The layers, each with its share of the budgets as its capacity."""
+    """Return the layers with their shares of the budgets as capacities."""
     named = [held.state.settings.named(held.numbers) for held in layers]
     device = layers[0].position.device
     weight = torch.stack([_weight(held).to(device) for held in layers])
@@ -274,13 +275,13 @@ def _with_shares(layers: Sequence[Held]) -> list[Held]:
 
 
 def _weight(held: Held) -> Tensor:
-    """What the layer's share goes by: float32 [batch]."""
+    """Return the layer's worth for its share: float32 [batch]."""
     made = torch.as_tensor(held.state.spec.torch_kernels.weigh(held.view()), device=held.position.device).float()
     return made.reshape(-1).expand(len(held.position))
 
 
 def _with_share(held: Held, share: Tensor) -> Held:
-    """The layer with another capacity, [batch], and the floor of its heads that follows from it."""
+    """Return the layer with another capacity, [batch], and the floor of its heads that follows."""
     names, numbers = held.state.spec.numbers, held.numbers.clone()
     numbers[:, names.index("capacity")] = share
     if "head_floor" in names:
@@ -290,16 +291,16 @@ def _with_share(held: Held, share: Tensor) -> Held:
 
 
 def _measured(held: Held, view: View, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers, with the budget that there is at this settle where it reads the data, [batch, kv_heads, 1]: one token at least."""
+    """Return the numbers with the current budget, at least one token, if it depends on the data: [batch, kv_heads, 1]."""
     if not held.state.spec.measures:
         return numbers
     found = held.state.spec.torch_kernels.budget(view).squeeze(-1)
-    tokens = torch.where(found >= 1, found.floor(), 1.0)  # a NaN is 1 as well, as of all counts
+    tokens = torch.where(found >= 1, found.floor(), 1.0)  # NaN becomes 1
     return {**numbers, "capacity": torch.minimum(numbers["capacity"], tokens)}
 
 
 def _score(held: Held, view: View) -> Tensor | float:
-    """What the slots score, when it is known what may not leave."""
+    """Return the slots' scores, and pass them to watchers."""
     score: Tensor | float = held.state.spec.torch_kernels.score(view)
     for watcher in _watchers:
         assert view.protected is not None
@@ -308,7 +309,7 @@ def _score(held: Held, view: View) -> Tensor | float:
 
 
 def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
-    """The same victims for every head of every layer, by the mean of their scores."""
+    """Return the same victims for every head of every layer, by their mean score."""
     views, ballots = [held.view() for held in layers], [Ballot(held.position) for held in layers]
     tables = [held.state.settings.per_head(held.numbers) for held in layers]
     for held, view, ballot, numbers in zip(layers, views, ballots, tables, strict=True):
@@ -331,10 +332,10 @@ def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
 
 
 def warn_of_protected(layers: Sequence[Held]) -> None:
-    """Warn, once for all layers of a cache, where a prompt's end protects more tokens than the budget keeps.
+    """Warn, once per cache, if a prompt ends with more protected tokens than the budget keeps.
 
     Args:
-        layers: those that decide together, before any token leaves.
+        layers: those that decide together, before eviction.
     """
     spec, warned = layers[0].state.spec, layers[0].state.warned
     if not spec.overprotects or "protected" in warned or all(_keeps_all(held) for held in layers):
@@ -348,16 +349,16 @@ def warn_of_protected(layers: Sequence[Held]) -> None:
         )
     for held, count, room in zip(layers, counts, rooms, strict=False):
         over = (count > room) & held.rows[:, None]
-        say = partial(_say_too_many, held, over, count, room)
-        if held.unsaid is not None:
-            held.unsaid.append((over.any(), say))
+        give = partial(_warn_too_many, held, over, count, room)
+        if held.warnings is not None:
+            held.warnings.append((over.any(), give))
         elif bool(over.any()):
-            say()
+            give()
             return
 
 
-def _say_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None:
-    """Warn of the first KV head that protects more than its budget keeps, once a cache."""
+def _warn_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None:
+    """Warn, once per cache, of the first KV head that protects more than its budget."""
     warned = held.state.warned
     if "protected" not in warned:
         warned.add("protected")
@@ -366,7 +367,7 @@ def _say_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None
 
 
 def _keeps_all(held: Held) -> bool:
-    """Whether the host knows that the budget keeps whatever the prompt left."""
+    """Whether the host knows that the budget keeps the whole prompt."""
     spec = held.state.spec
     if spec.measures or spec.hard_cap:
         return False
@@ -374,7 +375,7 @@ def _keeps_all(held: Held) -> bool:
 
 
 def _protections(layers: Sequence[Held]) -> Iterator[tuple[Held, Protection]]:
-    """What may not leave each layer."""
+    """Yield each layer's protection."""
     victims = layers[0].state.spec.victims
     for together in [layers] if victims == "layers" else [[held] for held in layers]:
         if victims == "own":
@@ -385,13 +386,13 @@ def _protections(layers: Sequence[Held]) -> Iterator[tuple[Held, Protection]]:
 
 
 def _noted(held: Held, protection: _Noted) -> _Noted:
-    """What the layer's `keep` lines ask for, noted."""
+    """Apply the layer's `keep` lines to `protection`."""
     held.state.spec.torch_kernels.protect(held.view(), protection, held.state.settings.per_head(held.numbers))
     return protection
 
 
 def _protected_and_kept(held: Held, protection: Protection) -> tuple[Tensor, Tensor]:
-    """How many tokens are protected, and how many of these can stay: [batch, kv_heads] each, or [batch, 1] where heads share them."""
+    """Return the numbers of protected tokens and of those that can stay, [batch, kv_heads] each; [batch, 1] where heads share a budget."""
     numbers = _measured(held, held.view(), held.state.settings.per_head(held.numbers))
     room = numbers["capacity"].squeeze(-1)
     if "max_drop" in numbers:

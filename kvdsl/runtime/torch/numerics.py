@@ -1,4 +1,4 @@
-"""Arithmetic on which all backends agree: reductions over what is visible, roots that are rounded correctly, and random numbers."""
+"""Arithmetic that all backends share: masked reductions, correctly rounded roots, random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int, argument: Tensor | float | None = None) -> Tensor:
-    """Reduce an axis to size 1 over what is visible, by one of `MASKED`, or of `WITH_ARGUMENT` with the argument of its own."""
+    """Reduce an axis to size 1 over visible entries by an op of `MASKED`, or of `WITH_ARGUMENT` with its argument."""
     return MASKED[op](x, visible, dim) if argument is None else WITH_ARGUMENT[op](x, visible, dim, argument)
 
 
@@ -23,12 +23,12 @@ def _mean(x: Tensor, visible: Tensor, dim: int) -> Tensor:
 
 
 def _var(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """In two passes: no cancellation."""
+    """Two passes avoid cancellation."""
     return _mean((x - _mean(x, visible, dim)) ** 2, visible, dim)
 
 
 def _median(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """NaN if any value is, and of nothing."""
+    """NaN if a value is NaN or none is visible."""
     count = visible.sum(dim, keepdim=True)
     ordered = torch.where(visible, x, torch.inf).sort(dim).values
     shape = list(ordered.shape)
@@ -47,11 +47,11 @@ MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "median": _median,
     "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
 }
-"""The reductions that `kvdsl/lower/torch_expressions.py` says there are."""
+"""The reductions named in `kvdsl/lower/torch_expressions.py`."""
 
 
 def _quantile(x: Tensor, visible: Tensor, dim: int, p: Tensor | float) -> Tensor:
-    """Between the two values around the place p * (n - 1) of them in order; NaN if any value is, and of nothing."""
+    """Interpolate at rank p * (n - 1). NaN if a value is NaN or none is visible."""
     count = visible.sum(dim, keepdim=True)
     ordered = torch.where(visible, x, torch.inf).sort(dim).values
     place = (count - 1).clamp(min=0) * torch.as_tensor(p, dtype=torch.float64, device=x.device).clamp(0, 1)
@@ -62,20 +62,20 @@ def _quantile(x: Tensor, visible: Tensor, dim: int, p: Tensor | float) -> Tensor
 
 
 WITH_ARGUMENT: dict[str, Callable[[Tensor, Tensor, int, Tensor | float], Tensor]] = {"quantile": _quantile}
-"""Those that take a number, which broadcasts over the rest."""
+"""Reductions with a number as argument, which broadcasts."""
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The root of float32 or float64 numbers, rounded correctly.
+    """Return the correctly rounded root of float32 or float64 numbers.
 
-    On CPUs torch takes that of a vector library, which may be off by one unit in the last place: two tokens that tie elsewhere would
-    not tie here. A float32's root is never so near to the middle between two that a double's error would count.
+    On CPUs, torch's vector library may be off by one unit in the last place, which would break ties that other backends have. For float32,
+    rounding a double's root gives the correct result.
     """
     if x.dtype == torch.float32:
         return x.double().sqrt().float()
     if x.device.type != "cpu":
         return x.sqrt()
-    with numpy.errstate(invalid="ignore"):  # below zero there is none, which is nothing to warn of
+    with numpy.errstate(invalid="ignore"):  # negative numbers give NaN, without a warning
         return torch.from_numpy(numpy.sqrt(x.detach().numpy()))
 
 
@@ -83,7 +83,7 @@ _WORD = 0xFFFFFFFF
 
 
 def counter_random(seed: int, layer: int, head: Tensor, position: Tensor, step: Tensor) -> Tensor:
-    """A 24-bit random number in [0, 1) for every (layer, head, position, step): murmur3's finaliser over the words."""
+    """Return a 24-bit random number in [0, 1) for each (layer, head, position, step): murmur3's finalizer over these words."""
     state = torch.full((), seed & _WORD, dtype=torch.int64, device=position.device)
     for word in (torch.full_like(state, layer), head.long(), position, step):
         state = _mix(state ^ (word * 0x9E3779B9 & _WORD))

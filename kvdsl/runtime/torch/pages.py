@@ -1,4 +1,4 @@
-"""Pages: tokens that lie together in the text, whether or not their slots do."""
+"""Pages: ranges of the text, wherever their tokens' slots are."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from kvdsl.runtime.torch.visible import Visible, standing
 
-_NONE = -(2**40)  # behind which there is no next page
+_NONE = -(2**40)  # the page of free slots: no page follows it
 
 
 def page_of(position: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-    """The page of each slot, int64 [batch, kv_heads, slots]; far below 0 for free slots.
+    """Return the page of each slot, int64 [batch, kv_heads, slots]; far below 0 for free slots.
 
     Args:
         position: int [batch, kv_heads, slots].
-        numbers: `page`, the tokens of a page, and perhaps `page_after`, those before the first one: whole, [batch, 1, 1] each.
+        numbers: `page`, tokens per page, and optionally `page_after`, tokens before the first page: whole, [batch, 1, 1] each.
     """
     after = numbers["page_after"].long() if "page_after" in numbers else 0
     page = torch.div(position.long() - after, numbers["page"].long(), rounding_mode="floor")
@@ -26,7 +26,7 @@ def page_of(position: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
 
 
 def numbered(page: Tensor) -> Tensor:
-    """The pages that there are, numbered from 0 in their order: int64, below the number of slots."""
+    """Number the existing pages from 0 in order: int64."""
     ordered, order = page.sort(dim=-1)
     begins = torch.zeros_like(ordered)
     begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
@@ -34,22 +34,23 @@ def numbered(page: Tensor) -> Tensor:
 
 
 def spread(op: str, x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Give every slot what its page has: `op` of the page's visible slots.
+    """Reduce over the visible slots of each page, and give every slot its page's result.
 
     Args:
-        op: one of `SPREAD`.
-        x: with the slots in dimension `dim`; `visible` likewise.
-        index: `numbered` pages, with axes where x has them.
+        op: in `SPREAD`.
+        x, visible: have slots in axis `dim`.
+        index: from `numbered`, broadcasts with x.
     """
     x, visible = torch.broadcast_tensors(x, visible)
     return SPREAD[op](x, visible, index.expand(x.shape), dim)
 
 
 def _following(op: str, own: Tensor, page: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Give every slot what the page behind its own has; where there is none, what `op` is of nothing.
+    """Give every slot the result of the next page; if there is none, that of an empty page.
 
     Args:
-        own: what `spread` gave. page, index: of the slots, with axes where `own` has them.
+        own: from `spread`.
+        page, index: of the slots, broadcast with `own`.
     """
     index, page = index.expand(own.shape), page.expand(own.shape)
     behind = (index + 1).clamp(max=own.shape[dim] - 1)
@@ -76,7 +77,7 @@ def _mean(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def _var(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
-    """In two passes: no cancellation."""
+    """Two passes avoid cancellation."""
     return _mean((x - _mean(x, visible, index, dim)) ** 2, visible, index, dim)
 
 
@@ -90,12 +91,12 @@ SPREAD: dict[str, Spread] = {
     "max": _extreme("max", -torch.inf),
     "min": _extreme("min", torch.inf),
 }
-"""The reductions over a page that `kvdsl/lower/torch_expressions.py` says there are."""
+"""The reductions over pages named in `kvdsl/lower/torch_expressions.py`."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of the slots that queries see.
+    """The pages of visible slots.
 
     Attributes:
         page: of each slot, [batch, kv_heads, 1, slots].
@@ -105,11 +106,13 @@ class Pages:
     page: Tensor
 
     def over(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False, following: bool = False) -> Tensor:
-        """Give every slot what its page has: `op`, one of `SPREAD`, of the page's slots that the query sees.
+        """Reduce over the page's slots that the query sees, and give every slot its page's result.
 
         Args:
-            grouped: whether x has the query heads of a group. dims: whether it has dims behind the slots.
-            following: not its own page, but the one behind it.
+            op: in `SPREAD`.
+            grouped: whether x has a group axis.
+            dims: whether x has a last axis of dims.
+            following: take the next page's result.
         """
         page, visible = self.page, self.visible.mask
         if grouped:
@@ -121,7 +124,7 @@ class Pages:
         return _following(op, own, page, index, -2 if dims else -1) if following else own
 
     def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
-        """How many of those slots of the slot's page that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
+        """Return how many visible slots of the same page rank lower, [batch, kv_heads, (group,) queries, slots]."""
         position, visible = self.visible.axes(grouped)
         index = numbered(self.page).view(position.shape)
         standings = standing(x, position, visible)

@@ -1,8 +1,7 @@
 """The prompt, for every backend: attend, observe, settle.
 
-Attention is torch's own, unless a backend has one that observes as it goes. Behind torch's, who observes computes the probabilities
-once more, from what attention says of every query (its log-sum-exp), and only where the policy asks. So memory is linear in the length
-of the prompt.
+Attention is torch's, unless the backend has a kernel that also observes. After torch's attention, probabilities are recomputed from each
+query's log-sum-exp, only where the policy reads them. So memory is linear in the prompt.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from kvdsl.runtime.torch.tokens import known_lengths, new_positions, place, seen
 from kvdsl.runtime.torch.view import row_view
 
 Attend = Callable[[Prompt], Tensor]
-"""Has the prompt's queries attend, and folds what they give the slots into the columns; see `attend_and_observe`."""
+"""Attends for the prompt's queries and updates the columns; see `attend_and_observe`."""
 
 
 def attend_and_observe(prompt: Prompt, observe: Callable[[Prompt, Tensor], None] = statistics.observe) -> Tensor:
-    """Torch's attention, observed where the policy asks.
+    """Attend by torch, and observe if the policy reads attention.
 
     Returns:
         [batch, tokens, query_heads, value_dim].
@@ -44,12 +43,13 @@ def attend_and_observe(prompt: Prompt, observe: Callable[[Prompt, Tensor], None]
 def prefill(
     state: SlotState, call: AttentionCall, attend: Attend = attend_and_observe, kernel: eviction.Kernel = eviction.no_kernel
 ) -> Tensor:
-    """Attend over what is cached and the new tokens, causally; observe every query; settle once the prompt ends, or at every block's end.
+    """Attend causally over cached and new tokens, observe every query, and settle at the end of the prompt or of each block.
 
-    Whether attention was right, the host asks when all else is done, so that a GPU has work while it waits; if not, all is done again.
+    Checks that wait for the device come last, so that a GPU stays busy. If they find numbers that are not finite, the prompt is computed
+    again without deferred checks.
 
     Args:
-        kernel: settles, where it can.
+        kernel: settles where it can.
 
     Returns:
         [batch, tokens, query_heads, value_dim].
@@ -58,42 +58,42 @@ def prefill(
         return _prefill(state, call, attend, kernel)
     later = Later([], [])
     out = _prefill(state, call, attend, kernel, later)
-    conditions, said = zip(*later.unsaid, strict=True) if later.unsaid else ((), ())
+    conditions, given = zip(*later.warnings, strict=True) if later.warnings else ((), ())
     numbers = _all_finite([*later.doubts, *conditions])
     if numbers is not None:
-        for holds, say in zip(numbers[len(later.doubts) :], said, strict=True):
+        for holds, give in zip(numbers[len(later.doubts) :], given, strict=True):
             if holds:
-                say()
+                give()
         return out
     expected, tensors = state.expected, state.tensors()
-    state.reset()  # as if the prompt had not come; where it is to be laid stays
+    state.reset()  # drops the prompt; `lay_into` keeps the tensors for reuse
     state.expected = expected
     state.lay_into(tensors)
     return _prefill(state, call, attend, kernel)
 
 
 def _all_finite(found: Sequence[Tensor]) -> list[float] | None:
-    """These numbers, [] each, for which the host waits once; None if one is not finite."""
+    """Return scalars as Python floats, waiting for the device once; None if one is not finite."""
     numbers = torch.stack([x.float() for x in found]).tolist() if found else []
     return numbers if all(map(isfinite, numbers)) else None
 
 
 class Later(NamedTuple):
-    """What is looked at when all else of a prompt is done.
+    """Checks deferred to the end of a prompt.
 
     Attributes:
         doubts: see `Prompt`.
-        unsaid: see `Held`.
+        warnings: see `Held`.
     """
 
     doubts: list[Tensor]
-    unsaid: list[tuple[Tensor, Callable[[], None]]]
+    warnings: list[tuple[Tensor, Callable[[], None]]]
 
 
 def _prefill(
     state: SlotState, call: AttentionCall, attend: Attend, kernel: eviction.Kernel, later: Later | None = None
 ) -> Tensor:
-    """`prefill`, which may leave something for later."""
+    """Compute a prompt. With `later`, checks are deferred to it."""
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     state.read_constants(call.key, call.value)
     position = new_positions(state, call)
@@ -101,17 +101,17 @@ def _prefill(
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen, known_lengths(state, call))
     state.column_index.size_rings(state.settings, numbers, state.numbers if state.allocated else None)
-    # What is noted of the prompt comes behind all that may be refused: the next prompt is another one.
+    # Errors come before this point, so that a refused prompt leaves nothing for the next one.
     if state.spec.reads_text:
         state.text.append((call.query, position))
     if state.spec.remembers_prompts and state.prompt_from is None:
-        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which goes on
+        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which changes
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, attend, kernel)
-    doubts, unsaid = (None, None) if later is None else later
+    doubts, warnings = (None, None) if later is None else later
     kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
     evicts = _evicts(state, numbers) and not call.goes_on
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, unsaid=unsaid)
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, warnings=warnings)
     staying = None if known_lengths(state, call) is None else eviction.known_to_stay(held)
     if call.goes_on:
         state.store(kept, seen, numbers, staying)
@@ -121,7 +121,7 @@ def _prefill(
 
 
 def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None) -> None:
-    """What is left is laid into the slots; see `SlotState.store`."""
+    """Store what is kept in the slots; see `SlotState.store`."""
     state.text, state.prompt_from = [], None
     if state.spec.forgets:
         kept["columns"] = kept["columns"][: len(state.spec.columns)]
@@ -132,7 +132,7 @@ def _in_blocks(
     state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, attend: Attend,
     kernel: eviction.Kernel,
 ) -> Tensor:  # fmt: skip
-    """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
+    """Settle each row at multiples of the block size of its text, however the prompt is split into forwards."""
     size = state.settings.of_rows(numbers, "prefill_block").long()
     batch, query_heads, tokens, _ = call.query.shape
     kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
@@ -145,7 +145,7 @@ def _in_blocks(
         eviction.warn_of_protected([held])
         eviction.settle(held, kernel=kernel)
         kept = _survivors(kept)
-        out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
+        out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # each token once, so order does not matter
     assert kept is not None
     if call.goes_on:
         state.store(kept, seen, numbers)
@@ -155,12 +155,12 @@ def _in_blocks(
 
 
 def _evicts(state: SlotState, numbers: Tensor) -> bool:
-    """Whether a prompt of this layer loses anything."""
+    """Whether a prompt of this layer may evict."""
     return state.spec.bounded and state.spec.when != "decode" and state.settings.table(numbers).evicts
 
 
 def _cached(state: SlotState) -> Kept | None:
-    """What is cached; of rings that have gone with an earlier prompt, empty ones."""
+    """Return the cached slots; with empty rings if they were dropped with an earlier prompt."""
     if not state.allocated:
         return None
     kept = state.in_slots()
@@ -172,12 +172,12 @@ def _cached(state: SlotState) -> Kept | None:
 
 
 def _blocks(new_position: Tensor, before: Tensor, size: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The new tokens of every block, row by row: which they are, int64 [batch, any], and which of these are real.
+    """Yield each block's tokens: their indices, int64 [batch, any], and which are real.
 
     Args:
         new_position: [batch, tokens], FREE for padding.
-        before: [batch], how many tokens came before.
-        size: [batch], tokens a block.
+        before: [batch], tokens before the new ones.
+        size: [batch], tokens per block.
     """
     number = new_position // size[:, None] - (before // size)[:, None]
     number = number.masked_fill(new_position < 0, -1)
@@ -189,7 +189,7 @@ def _blocks(new_position: Tensor, before: Tensor, size: Tensor) -> Iterator[tupl
 
 
 def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
-    """The call with these tokens only, [batch, any]."""
+    """Return the call for these tokens, [batch, any]."""
     index = tokens[:, None, :, None]
     query, key, value = (
         x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (call.query, call.key, call.value)
@@ -201,7 +201,7 @@ def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
 
 
 def _survivors(kept: Kept) -> Kept:
-    """What is left, in the order of the text, in as few slots as hold it."""
+    """Return the live slots in text order, in as few slots as possible."""
     most = max(1, int((kept["position"] >= 0).sum(-1).max()))
     order = text_order(kept["position"])[..., :most]
     return {name: taken(name, tensor, order) for name, tensor in kept.items()}
@@ -214,7 +214,7 @@ def _encode(
     state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, attend: Attend,
     doubts: list[Tensor] | None = None,
 ) -> tuple[Kept, Tensor]:  # fmt: skip
-    """Attend to what is cached and to the new tokens, and observe: all that is cached now, and the output."""
+    """Attend over cached and new tokens, and observe. Returns the slots, the new ones included, and the output."""
     kept = _with_new(state, call, kept, position)
     prompt = Prompt(state, call, kept, position, numbers, doubts)
     out = attend(prompt)
@@ -224,12 +224,10 @@ def _encode(
 
 
 def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_position: Tensor) -> Kept:
-    """The cached slots and, behind them, a slot for every new token; where nothing is cached, keys and values as they came, or as they
-    are stored.
-    """
+    """Append a slot for every new token to the cached ones. Keys and values are as the model passed them, or as stored if packed."""
     batch, heads, tokens, _ = call.key.shape
     columns = call.key.new_zeros(state.column_index.rows, batch, heads, tokens, dtype=torch.float32)
-    for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
+    for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings need no initial value
         if INITIAL[rule]:
             column.fill_(INITIAL[rule])
     rows = state.packed_rows(call.key, call.value)
@@ -244,7 +242,7 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
 
 
 def _sketch_last_query(state: SlotState, call: AttentionCall, kept: Kept, new_position: Tensor, numbers: Tensor) -> None:
-    """Find the sketch at the last query of every row that has one."""
+    """Choose the sketch by the last query of every row."""
     newest, last = new_position.max(1, keepdim=True)
     query = call.query.gather(2, last[:, None, :, None].expand(-1, call.query.shape[1], -1, call.query.shape[3]))
     row = row_view(state, kept, query, newest, numbers)

@@ -1,4 +1,4 @@
-"""The new tokens of a forward of the prompt, in slots behind those that are cached already."""
+"""The new tokens of a forward of a prompt, in slots behind the cached ones."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from kvdsl.runtime.torch.attention import bias_of, distances, rank_of, turned_ke
 from kvdsl.runtime.torch.view import View, row_view, visible_slots
 
 Kept = dict[str, Tensor]
-"""What is cached: `keys`, `values`, `position` and `columns` over any number of slots."""
+"""`keys`, `values`, `position` and `columns` over any number of slots."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Everything that attention over a prompt, and whoever observes it, must know.
+    """The data for attention over a prompt and for its observation.
 
-    The slots are those that were cached, and then one for each new token in the order of the text: so a query sees none behind
-    its own token's.
+    Cached slots come first, then one slot per new token in text order. So a query sees no slot behind its own token's.
 
     Attributes:
-        kept: what is cached, the new tokens included.
-        position: int32 [batch, tokens], the new tokens' positions in their rows' texts, FREE for padding.
+        kept: the slots, the new tokens' included.
+        position: int32 [batch, tokens], the new tokens' positions in the text, FREE for padding.
         numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
-        doubts: gets sums, [] each, that attention does not wait for: it was wrong if one is not finite. None: it finds out by itself.
+        doubts: collects scalars that must be finite for the result to be right, to be checked later; None to check at once.
     """
 
     state: SlotState
@@ -41,7 +40,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """New tokens a row, padding included."""
+        """New tokens per row, padding included."""
         return self.position.shape[1]
 
     @property
@@ -51,7 +50,7 @@ class Prompt:
 
     @property
     def cached(self) -> int:
-        """Slots that were cached before the new tokens'."""
+        """Slots before the new tokens'."""
         return self.slots - self.tokens
 
     @property
@@ -61,17 +60,17 @@ class Prompt:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.call.query.shape[1] // self.heads
 
     @property
     def turns(self) -> bool:
-        """Whether attention sees keys elsewhere than they stand in the text: nowhere, while everything is still there."""
+        """Whether keys must be rotated to compact positions. Before the first eviction they are in place."""
         return self.state.spec.compact and self.call.rope is not None and self.cached > 0
 
     @once
     def keys(self) -> Tensor:
-        """[batch, kv_heads, slots, dim] as attention sees them."""
+        """[batch, kv_heads, slots, dim], as attention uses them."""
         return turned_keys(self.state, self.call, self.kept) if self.turns else self.kept["keys"]
 
     @once
@@ -81,7 +80,7 @@ class Prompt:
         return before + (self.position >= 0).cumsum(1)[:, None]
 
     def queries(self, rows: slice, heads: slice, tokens: slice) -> Tensor:
-        """[rows, KV heads, group, tokens, dim] as attention sees them."""
+        """Return queries as attention uses them, [rows, KV heads, group, tokens, dim]."""
         query = self.call.query.unflatten(1, (self.heads, self.group))[rows, heads, :, tokens]
         if not self.turns:
             return query
@@ -94,7 +93,7 @@ class Prompt:
         return rank_of(self.kept)
 
     def bias(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> Tensor | None:
-        """What a model with slopes adds to these queries' logits, [rows, KV heads, group, tokens, slots]; None without."""
+        """Return the ALiBi bias of these queries, [rows, KV heads, group, tokens, slots], or None."""
         if self.call.slopes is None:
             return None
         kept = {"position": self.kept["position"][rows, heads, slots], "rank": self.rank[rows, heads, slots]}
@@ -102,7 +101,7 @@ class Prompt:
         return bias_of(self.call, heads, distances(self.state, kept, live, newest))
 
     def reach(self, rows: slice, heads: slice, tokens: slice) -> slice:
-        """Slots outside of which these queries see nothing."""
+        """Return a range of slots that contains all that these queries see."""
         stop = self.cached + tokens.stop
         window = self.call.window
         if window is None or self.slots <= window:
@@ -114,11 +113,11 @@ class Prompt:
         return slice(int(seen.any(1).any(0).int().argmax()), stop)
 
     def visible(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> Tensor:
-        """What each of the queries sees: bool [rows, KV heads, tokens, slots]; the rows of padding queries mean nothing."""
+        """Return what each query sees: bool [rows, KV heads, tokens, slots]; arbitrary for padding."""
         return visible_slots(self.kept["position"][rows, heads, slots], self.position[rows, tokens], self.call.window)
 
     def view(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> View:
-        """A block of queries before some of the slots, among them all that they see."""
+        """Return a view of a block of queries and some slots, among them all that they see."""
         kept = {name: tensor[rows, heads, slots] for name, tensor in self.kept.items() if name != "columns"}
         kept["columns"] = self.kept["columns"][:, rows, heads, slots]
         query = self.call.query[rows, heads.start * self.group : heads.stop * self.group, tokens]
@@ -131,10 +130,10 @@ class Prompt:
         return view
 
     def tiles(self, first: int, entries: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Rows, KV heads and tokens from `first` on, block by block, in the order of the text for each head.
+        """Yield blocks of rows, KV heads and tokens from `first` on; per head in text order.
 
         Args:
-            entries: how many numbers per query head and slot a block may have.
+            entries: the most numbers per block, one per query head and slot.
         """
         batch, tokens = self.position.shape
         per_query = self.group * self.slots

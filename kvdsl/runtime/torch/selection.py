@@ -1,4 +1,4 @@
-"""What a decoded token attends to, of all that is cached; and the few dims by which a sketch looks for it."""
+"""The selection of slots for a decoded token, and the sketch of dims by which some policies select."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 def attended(state: SlotState, row: View) -> Tensor:
-    """The slots to which the token attends: bool [batch, kv_heads, group or 1, 1, slots].
+    """Return the slots to which the token attends: bool [batch, kv_heads, group or 1, 1, slots].
 
-    It chooses for the layers above, or takes a choice over.
+    A layer may also select for other layers, or reuse another layer's selection.
 
     Args:
-        row: the token's query; its state columns know nothing of it yet.
+        row: the token's query, not yet observed in the state columns.
     """
     seen = row.visible.mask.unsqueeze(2)
     if state.choices is None:
@@ -37,13 +37,13 @@ def attended(state: SlotState, row: View) -> Tensor:
 
 
 def selected(state: SlotState, row: View) -> Tensor:
-    """The slots to which the token attends: bool [batch, kv_heads, choices, slots].
+    """Select slots: bool [batch, kv_heads, choices, slots].
 
-    There is one choice, or under `group each` one of each query head. The first and last tokens that the policy keeps are always among
-    them and count; the others are the highest by its `select`.
+    There is one choice per KV head, or one per query head under `group each`. The first and last tokens that the policy keeps are always
+    selected and count; the others rank by the policy's `select`.
 
     Args:
-        row: the token's query; its state columns know nothing of it yet.
+        row: the token's query, not yet observed in the state columns.
     """
     kept = state.in_slots()
     numbers, position = state.settings.per_head(state.numbers), state.position
@@ -60,7 +60,7 @@ def selected(state: SlotState, row: View) -> Tensor:
     if "page" not in numbers:
         return _top(_keys(by, position.unsqueeze(2), seen, protected), count) & seen
     page = pages.page_of(position, numbers)
-    index = pages.numbered(page).unsqueeze(2).expand(each)  # from 0: pages before the first have numbers below it
+    index = pages.numbered(page).unsqueeze(2).expand(each)  # numbers from 0: pages before the first are negative
     best = torch.full_like(index, _LOWEST).scatter_reduce(
         -1, index, _keys(by, index, seen, protected), "amax", include_self=False
     )
@@ -69,24 +69,24 @@ def selected(state: SlotState, row: View) -> Tensor:
 
 
 def weight(state: SlotState, row: View) -> Tensor:
-    """How many times each slot counts for the token, float32 [batch, kv_heads, choices, 1, slots]."""
+    """Return how many times each slot counts, float32 [batch, kv_heads, choices, 1, slots]."""
     found = torch.as_tensor(state.spec.torch_kernels.weight(row), dtype=torch.float32, device=row.k.device)
     return found if found.dim() == 5 or found.dim() == 0 else found.unsqueeze(2)
 
 
 def _by_choice(found: Tensor) -> Tensor:
-    """What one query, the group's or each query head's, goes by: [batch, kv_heads, choices, slots or 1]."""
+    """Drop the query axis: [batch, kv_heads, choices, slots or 1]."""
     return found.squeeze(3) if found.dim() == 5 else found
 
 
 def _keys(by: Tensor, tie: Tensor, seen: Tensor, protected: Tensor) -> Tensor:
-    """Integers by which slots rank: what is protected above all, what the query does not see below all."""
+    """Return sort keys of slots: protected ones highest, unseen ones lowest."""
     keys = torch.where(protected, _HIGHEST, grade(by, tie))
     return torch.where(seen, keys, _LOWEST)
 
 
 def _top(keys: Tensor, count: Tensor) -> Tensor:
-    """The `count` highest (at least one), and all that are protected."""
+    """Return the `count` highest slots, at least one, and all protected ones."""
     places = keys.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     return (places < count.clamp(min=1)) | (keys == _HIGHEST)
 
@@ -95,10 +95,10 @@ def _top(keys: Tensor, count: Tensor) -> Tensor:
 
 
 def sketch_width(state: SlotState, numbers: Tensor, key_dim: int) -> int:
-    """How many dims the row with the largest sketch looks at.
+    """Return the largest sketch size in the batch.
 
     Raises:
-        KvdslError: if a key has not so many.
+        KvdslError: if keys have fewer dims.
     """
     width = float(state.settings.table(numbers).named["sketch_dims"].max())
     if width > key_dim:
@@ -107,22 +107,22 @@ def sketch_width(state: SlotState, numbers: Tensor, key_dim: int) -> int:
 
 
 def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor:
-    """The dims that the policy's sketch ranks highest, ascending: int32 [batch, kv_heads, width], -1 where there are fewer.
+    """Return the dims that the policy's sketch ranks highest, ascending: int32 [batch, kv_heads, width], padded with -1.
 
     Args:
-        row: one query a row.
+        row: one query per row.
     """
     batch, heads, _, _, dim = row.k.shape
     by = state.spec.torch_kernels.sketch(row).expand(batch, heads, 1, 1, dim)[:, :, 0, 0]
     dims = torch.arange(dim, device=by.device)
-    places = grade(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # of equals the lower dim is first
+    places = grade(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # the lower dim wins ties
     count = state.settings.per_head(numbers)["sketch_dims"]
     found = torch.where(places < count, dims, dim).sort(-1).values[..., :width]
     return torch.where(found < dim, found, -1).int()
 
 
 def refresh(state: SlotState, row: View, real: Tensor) -> None:
-    """Find the sketch anew in the rows (bool [batch]) whose token is the first, or a multiple of `every` after the prompt's."""
+    """Choose the sketch again in rows (bool [batch]) whose token is the first, or at a multiple of `every` after the prompt."""
     every = state.settings.of_rows(state.numbers, "sketch_every").long()
     due = real & ((state.seen == 1) | ((state.seen - state.prompt) % every == 0))
     found = sketched(state, row, state.numbers, state.sketch.shape[-1])

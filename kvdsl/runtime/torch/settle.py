@@ -1,7 +1,7 @@
-"""Who leaves: the order of eviction, in torch.
+"""The order of eviction.
 
-The rules are design corners that every backend shares: the lowest score leaves first, a NaN ranks lowest, -0 equals +0, of equal
-scores the newer is kept; protected slots leave only when there are no others, those that are `ends` last, and of either the newest last.
+All backends share these rules: the lowest score is evicted first, NaN ranks lowest, -0 equals +0, and among equal scores the newer token
+stays. Protected slots are evicted only when no others are left, those in `ends` after other protected ones, and the newest token last.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_NAN = -(2**31) + 1  # below every number, above what marks a free slot
+_NAN = -(2**31) + 1  # below every number, above the key of a free slot
 
 STAYS = 6
-"""How unwilling a slot is that cannot leave; see `unwilling`."""
+"""The reluctance of a slot that cannot be evicted; see `unwilling`."""
 
 
 def grade(x: Tensor, position: Tensor) -> Tensor:
-    """Integers in the order in which slots rank: by `x` (NaN lowest, -0 = +0), then by position.
+    """Return sort keys: by x (NaN lowest, -0 = +0), then by position.
 
     Args:
         x: float32 [..., slots].
@@ -34,16 +34,18 @@ def grade(x: Tensor, position: Tensor) -> Tensor:
 
 
 def _standings(key: Tensor) -> Tensor:
-    """How many slots have a lower key than each; of equal keys the lower slot counts as lower."""
+    """Return how many slots have a lower key; among equal keys the lower slot counts as lower."""
     return key.argsort(dim=-1, stable=True).argsort(-1)
 
 
 class Protection:
-    """The union of a policy's `keep` lines over [batch, kv_heads, slots]; `live` tells the slots that hold a token.
+    """The union of a policy's `keep` lines over [batch, kv_heads, slots].
 
     Attributes:
-        mask: what they protect.
-        ends: of that, what leaves only when nothing else is left.
+        alive: which slots hold a token.
+        live: their number, [batch, kv_heads, 1].
+        mask: the protected slots.
+        ends: protected slots that are evicted after all others, or None.
     """
 
     def __init__(self, position: Tensor) -> None:
@@ -54,12 +56,12 @@ class Protection:
         self.ends: Tensor | None = None
 
     def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        """Protect the `count` live slots with the smallest positions; with `ends_last` they leave only when nothing else is left."""
+        """Protect the `count` live slots of smallest position. With `ends_last`, add them to `ends`."""
         key = torch.where(self.alive, self.position.long(), torch.iinfo(torch.int64).max)
         self._add(_standings(key) < _tokens(count), ends_last)
 
     def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        """Protect the `count` live slots with the largest positions, likewise."""
+        """Protect the `count` live slots of largest position. With `ends_last`, add them to `ends`."""
         self._add(_standings(self.position.long()) >= self.mask.shape[-1] - _tokens(count), ends_last)
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
@@ -79,28 +81,25 @@ class Protection:
 
 
 class Places(Protection):
-    """What a selection cannot leave out: the first and last tokens. Ranks and conditions protect from eviction only."""
+    """The slots that a selection must contain: the first and last tokens. Other `keep` lines protect from eviction only."""
 
-    def top(self, by: Tensor | float, count: Tensor | float) -> None:
-        """Nothing."""
+    def top(self, by: Tensor | float, count: Tensor | float) -> None: ...
 
-    def where(self, condition: Tensor | bool) -> None:
-        """Nothing."""
+    def where(self, condition: Tensor | bool) -> None: ...
 
 
 def _per_slot(x: Tensor | float, position: Tensor) -> Tensor:
-    """A value over slots, [batch, kv_heads, 1, slots] or with any of these axes of size 1, as [batch, kv_heads, slots]."""
+    """Broadcast a value, [batch, kv_heads, 1, slots] or smaller, to [batch, kv_heads, slots]."""
     values = torch.as_tensor(x, device=position.device)
     return (values.squeeze(2) if values.dim() == 4 else values).expand_as(position)
 
 
 def _tokens(count: Tensor | float) -> Tensor | int:
-    """Counts of tokens are floored."""
     return count.floor().clamp(min=0) if isinstance(count, Tensor) else max(0, int(count // 1))
 
 
 class Ballot:
-    """What one layer's `keep` lines ask for, noted until all heads that must agree have voted; made like a `Protection`."""
+    """Records one layer's `keep` lines until all heads that decide together have voted. It has the methods of `Protection`."""
 
     def __init__(self, position: Tensor) -> None:
         self.position = position
@@ -109,29 +108,24 @@ class Ballot:
         self.ends_last = False
 
     def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        """See `Protection.first`."""
         self.ends_last = ends_last
         self.lines.append(("first", self.position, count))
 
     def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        """See `Protection.last`."""
         self.ends_last = ends_last
         self.lines.append(("last", self.position, count))
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
-        """See `Protection.top`."""
         self.lines.append(("top", _per_slot(by, self.position), count))
 
     def where(self, condition: Tensor | bool) -> None:
-        """See `Protection.where`."""
         self.lines.append(("where", _per_slot(condition, self.position), 0))
 
 
 def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
-    """What heads protect that must agree, for the layer of ballot `own`: what a line ranks by is averaged, a condition of one
-    head holds for all.
+    """Return the joint protection of heads that decide together, for the layer of ballot `own`.
 
-    Their slots hold the same positions in the same order, since they have always agreed.
+    Ranks are averaged over heads; a condition that holds in one head holds for all. All heads hold the same positions in the same order.
     """
     protection = Protection(ballots[own].position)
     for votes in zip(*(ballot.lines for ballot in ballots), strict=True):
@@ -147,13 +141,13 @@ def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
 
 
 def mean_score(scores: Sequence[Tensor | float], positions: Sequence[Tensor]) -> Tensor:
-    """The mean over all heads of all layers, float32 [batch, 1, slots], on the first one's device; NaN where one is."""
+    """Return the mean score over all heads and layers, float32 [batch, 1, slots], on the first one's device; NaN if one is NaN."""
     values = [_per_slot(score, position).float() for score, position in zip(scores, positions, strict=True)]
     return torch.cat([value.to(values[0].device) for value in values], 1).mean(1, keepdim=True)
 
 
 def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
-    """Each slot's place in the order of leaving, 0 first; free slots come last.
+    """Return each slot's place in the order of eviction, 0 first; free slots come last.
 
     Args:
         score: float32 [batch, kv_heads, 1, slots].
@@ -162,15 +156,15 @@ def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
 
 
 def graded(score: Tensor | float, position: Tensor) -> Tensor:
-    """`grade` of a score, [batch, kv_heads, 1, slots], at [batch, kv_heads, slots] positions."""
+    """Return `grade` of a score, [batch, kv_heads, 1, slots], at positions [batch, kv_heads, slots]."""
     return grade(_per_slot(score, position), position)
 
 
 def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -> Tensor:
-    """Each slot's place in the order in which a layer's heads lose slots to each other; free slots come last.
+    """Return each slot's place in the joint order of eviction of a layer's heads; free slots come last.
 
-    Every head's last `floor` slots, [batch, 1, 1], in its own order cannot leave. Of equal scores and positions the lower head's
-    leaves first.
+    The last `floor` slots, [batch, 1, 1], of each head's own order are not evicted. Among equal scores and positions, the lower head evicts
+    first.
     """
     live = protection.alive.sum(-1, keepdim=True)
     reluctance = torch.where(eviction_order(score, protection) >= live - floor, STAYS, unwilling(protection))
@@ -179,7 +173,7 @@ def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -
 
 
 def unwilling(protection: Protection) -> Tensor:
-    """0 free to leave, 2 protected, 4 one of `ends`, and one more for the newest if it is protected; STAYS where there is no token."""
+    """Return the reluctance of slots: 0 unprotected, 2 protected, 4 in `ends`, 1 more for a protected newest token; STAYS if free."""
     newest = protection.position == protection.position.amax(-1, keepdim=True)
     reluctance = 2 * protection.mask.int() + (protection.mask & newest).int()
     if protection.ends is not None:
@@ -188,14 +182,14 @@ def unwilling(protection: Protection) -> Tensor:
 
 
 def by_places(key: Tensor, reluctance: Tensor) -> Tensor:
-    """Each one's place in the order by unwillingness, then by key."""
+    """Return places in the order by reluctance, then key."""
     lowest_first = key.argsort(dim=-1, stable=True)
     order = lowest_first.gather(-1, reluctance.gather(-1, lowest_first).argsort(dim=-1, stable=True))
     return order.argsort(-1)
 
 
 def overflow(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
-    """How many must leave, [batch, kv_heads, 1]: none before the trigger holds (Lazy Pruning, algorithm 1).
+    """Return how many tokens to evict, [batch, kv_heads, 1]: none before the trigger holds (Lazy Pruning, algorithm 1).
 
     Args:
         live: [batch, kv_heads, 1].
@@ -208,14 +202,14 @@ def overflow(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
 
 
 def overflow_before_placing(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
-    """How many must leave so that one more token does not exceed the hard cap; shapes as in `overflow`."""
+    """Return how many tokens to evict so that one more fits under the hard cap; shapes as in `overflow`."""
     most = numbers["capacity"] + numbers.get("slack", torch.zeros_like(numbers["capacity"]))
     leaving = live + 1 - _target(live + 1, numbers)
     return torch.where(live + 1 > most, leaving, torch.zeros_like(leaving)).clamp(min=0)
 
 
 def _target(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
-    """To how many a prune goes."""
+    """Return how many tokens an eviction leaves."""
     capacity = numbers["capacity"].expand(live.shape)
     if "max_drop" not in numbers:
         return capacity

@@ -1,4 +1,4 @@
-"""Layers that share a budget, once all of them have seen the prompt: what each gets, and who leaves from one pool."""
+"""Budgets shared by layers, once all have seen the prompt: shares, and victims from one pool."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvdsl.runtime.torch.settle import STAYS, Protection, by_places, eviction_or
 
 
 def shares(weight: Tensor, capacity: Tensor, floor: Tensor, live: Tensor) -> Tensor:
-    """How many tokens each KV head of a layer keeps when the layers share their budgets, by what they are worth.
+    """Return how many tokens each KV head of a layer keeps when layers share their budgets by worth.
 
-    Every layer has its floor, and the rest is shared in proportion; a layer that would get more than it holds keeps all, and the
-    others share what that leaves. Shares are floored, so that all together never keep more than their budgets.
+    Every layer gets its floor; the rest is divided in proportion to worth. A layer whose share exceeds its tokens keeps all of them, and
+    the others divide what is left. Shares are floored, so that their sum stays within the budgets.
 
     Args:
-        weight, capacity, floor, live: [layers, batch]; a capacity of inf is a layer's that does not evict.
+        weight, capacity, floor, live: [layers, batch]; capacity is inf in a layer that does not evict.
 
     Returns:
         float64 [layers, batch]; inf in layers that do not evict.
@@ -44,14 +44,14 @@ def pooled(
     scores: Sequence[Tensor | float], protections: Sequence[Protection], capacities: Sequence[Tensor],
     floors: Sequence[Tensor], rows: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Who leaves when all layers and heads lose tokens to each other: bool [batch, kv_heads, slots] of every layer.
+    """Return the victims when all layers and heads share one pool: bool [batch, kv_heads, slots] per layer.
 
-    Every head's last `floor` slots in its own order cannot leave. Of equal scores and positions the lower layer's and head's leave first.
+    The last `floor` slots of each head's own order are not evicted. Among equal scores and positions, the lower layer and head evict first.
 
     Args:
         scores: float32 [batch, kv_heads, 1, slots].
-        capacities, floors: [batch, kv_heads or 1, 1]; a capacity of inf is a layer's that does not evict.
-        rows: bool [batch], the rows that may lose slots.
+        capacities, floors: [batch, kv_heads or 1, 1]; capacity is inf in a layer that does not evict.
+        rows: bool [batch], the rows that may evict.
     """
     device = protections[0].position.device
     keys, reluctance, over = [], [], torch.zeros(len(rows[0]), dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""What the queries of a prompt give the slots, folded into the state columns: in torch, for any policy and device.
+"""Statistics of a prompt: update the state columns by its queries, for any policy and device.
 
-The probabilities are computed once more, from the log-sum-exps that attention has left: block by block, in memory that does
-not depend on the prompt's length, and only for the queries that a policy still knows of at the end.
+Probabilities are recomputed from attention's log-sum-exps, in blocks, in memory independent of the prompt's length, and only for queries
+that the policy still needs at the end.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from kvdsl.runtime.torch.prompt import Prompt
 from kvdsl.runtime.torch.tokens import known_lengths
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
-"""What a block of probabilities may take: on a CPU it should stay in the cache."""
+"""Size of a block of probabilities. On a CPU it should fit the cache."""
 
 _DEFAULT_BLOCK_BYTES = 64 << 20
 
 FAR = 4096.0
-"""Log-sum-exps further from 0 are rounded by more than 2e-4, and so are the logits that are found once more: probabilities would be off
-by as much, and by any factor where both are much larger."""
+"""Log-sum-exps further from 0 are rounded by more than 2e-4. Probabilities recomputed from them and from logits as large would be wrong."""
 
 
 def observe(prompt: Prompt, lse: Tensor) -> None:
-    """Fold every query that matters into the columns of the slots.
+    """Update the columns by every query that the policy still needs.
 
     Args:
-        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
+        lse: float32 [batch, kv_heads, group, tokens], from `kvdsl.runtime.torch.dense.attend`.
     """
     device = prompt.position.device.type
     entries = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // 4
@@ -50,10 +49,10 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
 
 
 def is_far(prompt: Prompt, lse: Tensor) -> bool:
-    """Whether a query's log-sum-exp is too far from 0 to tell probabilities, or is NaN; that may be left in doubt.
+    """Whether a query's log-sum-exp is NaN or too far from 0 to recompute probabilities. With `prompt.doubts` the check is deferred.
 
     Args:
-        lse: as for `observe`.
+        lse: as in `observe`.
     """
     furthest = lse.masked_fill(prompt.position[:, None, None] < 0, 0.0).abs().amax()
     if prompt.doubts is None:
@@ -63,17 +62,16 @@ def is_far(prompt: Prompt, lse: Tensor) -> bool:
 
 
 def first_query(prompt: Prompt) -> int:
-    """The first of the new tokens whose query a policy still knows of after the last one's.
+    """Return the first new token whose query the policy still needs after the last one.
 
-    A ring holds what the newest queries gave, and `last` what the newest gave, which is the same for all slots unless a window
-    hides it from some.
+    A ring needs the newest queries. `last` needs the newest query only, which sees all slots unless the model has a window.
     """
     spec, settings = prompt.state.spec, prompt.state.settings
     rules = set(spec.column_rules) - {"token", "prune"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0
     position, numbers = prompt.position, prompt.numbers
-    if known_lengths(prompt.state, prompt.call) is not None:  # then nobody waits for the device
+    if known_lengths(prompt.state, prompt.call) is not None:  # avoids waiting for the device
         position, numbers = torch.arange(prompt.tokens)[None], settings.table(numbers).numbers
     wanted = torch.ones(len(numbers), dtype=torch.float64, device=numbers.device)
     for _, size in spec.rings:
@@ -85,13 +83,12 @@ def first_query(prompt: Prompt) -> int:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What the query heads of a block give the slots, computed when somebody asks.
+    """Probabilities and logits of a block of queries, computed when read.
 
     Attributes:
-        query: [batch, kv_heads, group, queries, dim], as attention sees it.
+        query: [batch, kv_heads, group, queries, dim], as attention uses it.
         key: [batch, kv_heads, slots, dim].
-        lse: [batch, kv_heads, group, queries]; None where the probabilities are normalised by themselves: on 16 bits, where attention is
-            content with coarse exponentials, and far from 0.
+        lse: [batch, kv_heads, group, queries]; None to normalize probabilities again, because log-sum-exps are coarse or far from 0.
         visible: bool [batch, kv_heads, queries, slots].
         sinks: [kv_heads, group, 1], or None.
         bias: [batch, kv_heads, group, queries, slots], or None.
@@ -106,7 +103,7 @@ class Recomputed:
     bias: Tensor | None
 
     def attn(self) -> Tensor:
-        """Probabilities, [batch, kv_heads, group, queries, slots]; without meaning where a query does not see the slot."""
+        """Return probabilities, [batch, kv_heads, group, queries, slots]; arbitrary where not visible."""
         if self.lse is None:
             return softmax(self.logit().masked_fill_(~self.visible.unsqueeze(2), -torch.inf), self.sinks)
         if self.prompt.call.softcap is not None or self.bias is not None:
@@ -117,5 +114,5 @@ class Recomputed:
         return weight.view(*self.lse.shape, self.key.shape[2])
 
     def logit(self) -> Tensor:
-        """Scaled and capped scores with their bias, likewise."""
+        """Return logits with their bias, [batch, kv_heads, group, queries, slots]."""
         return scores(self.prompt.call, self.query, self.key, self.bias)

@@ -1,4 +1,4 @@
-"""New tokens: where they stand in their rows' texts, and what they have by themselves."""
+"""New tokens: their positions, and the columns that depend on the token alone."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
 from kvdsl.runtime.torch.numerics import sqrt
 
 _BLOCK = 1 << 19
-"""Numbers of a block of new tokens' keys: as doubles they should stay in a CPU's cache."""
+"""Numbers in a block of new keys. As doubles they should fit a CPU's cache."""
 
 
 def seen_before(state: SlotState, call: AttentionCall) -> Tensor:
-    """How many tokens every row has had before the call, int32 [batch]."""
+    """Return each row's tokens before the call, int32 [batch]."""
     return state.seen if state.allocated else call.key.new_zeros(call.key.shape[0]).int()
 
 
 def known_lengths(state: SlotState, call: AttentionCall) -> Tensor | None:
-    """How many tokens every row has with the call's, int32 [batch] on the CPU; None where only the device knows."""
+    """Return each row's tokens including the call's, int32 [batch] on the CPU; None if only the device knows."""
     if state.allocated or call.real is not None:
         return None
     batch, _, tokens, _ = call.key.shape
@@ -35,7 +35,7 @@ def known_lengths(state: SlotState, call: AttentionCall) -> Tensor | None:
 
 
 def new_positions(state: SlotState, call: AttentionCall) -> Tensor:
-    """Positions of the new tokens in their rows' texts, int32 [batch, tokens], FREE for padding."""
+    """Return the new tokens' positions, int32 [batch, tokens], FREE for padding."""
     batch, tokens, before = call.key.shape[0], call.key.shape[2], seen_before(state, call)
     if call.real is None:
         return (before[:, None] + torch.arange(tokens, dtype=torch.int32, device=before.device)).expand(batch, tokens)
@@ -44,7 +44,7 @@ def new_positions(state: SlotState, call: AttentionCall) -> Tensor:
 
 
 def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
-    """Compute the columns that the new tokens have by themselves, [at least len(spec.columns), batch, kv_heads, tokens]."""
+    """Compute the columns that depend on the token alone, [at least len(spec.columns), batch, kv_heads, tokens], in place."""
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.column_index.single(columns), call.key.shape[2]
@@ -62,16 +62,16 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
 
 @dataclass
 class NewTokens:
-    """Some tokens on their way into the cache, as a generated `place` sees them: float64, [dims or 1, batch, kv_heads, tokens].
+    """New tokens as a generated `place` reads them: float64, [dims or 1, batch, kv_heads, tokens].
 
-    To the bit what every other backend computes: the product of two inputs is exact, and sums have an order. Dims come first, so
-    that adding two of them adds two long vectors.
+    All backends compute the same bits: a product of two inputs is exact in float64, and sums have a fixed order. Dims come first, so that
+    a sum over dims adds long vectors.
 
     Attributes:
-        key, value: [batch, kv_heads, tokens, dim], of the model's dtype.
+        key, value: [batch, kv_heads, tokens, dim], in the model's dtype.
         columns: float32 [batch, kv_heads, tokens], by name.
-        constants: what the policy's tensors have.
-        supplied: what the caller gave, float32 [batch, kv_heads, tokens], by name.
+        constants: the policy's tensors.
+        supplied: values from the caller, float32 [batch, kv_heads, tokens], by name.
     """
 
     key: Tensor
@@ -91,17 +91,17 @@ class NewTokens:
         return _dims_first(self.value)
 
     def number(self, value: float) -> Tensor:
-        """A literal where no tensor stands beside it."""
+        """Return a literal as a tensor."""
         return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=self.key.device)
 
     def tensor(self, name: str, *, dims: bool) -> Tensor:
-        """What one of the policy's tensors has for each head."""
+        """Return one of the policy's tensors per head."""
         values = self.constants.values[name]
         row = values.double() if dims else values[:, :1].double()
         return row.T[:, None, :, None]
 
     def given(self, name: str) -> Tensor:
-        """What the caller gave of the tokens."""
+        """Return a value from the caller."""
         return self.supplied[name].double()[None]
 
     def over_dims(self, op: str, x: Tensor, *, alike: bool = False) -> Tensor:
@@ -113,7 +113,7 @@ class NewTokens:
         return _REDUCTIONS[op](x.double().expand(self.key.shape[-1], *x.shape[1:]) if alike else x.double())
 
     def sqrt(self, x: Tensor) -> Tensor:
-        """The root, rounded correctly."""
+        """Return the correctly rounded root."""
         return sqrt(x)
 
     def put(self, name: str, x: Tensor) -> None:
@@ -126,7 +126,7 @@ def _dims_first(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The second half is added to the first, dim by dim, until one number is left; zeros make the dims a power of two."""
+    """Add the second half of the dims to the first until one is left. Zeros pad the dims to a power of two."""
     dims = x.shape[0]
     size = 1 << (dims - 1).bit_length()
     x = x + 0.0  # -0 becomes +0, so that zeros change nothing
@@ -155,26 +155,24 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-NOT_LIVE = "a slot that is to be replaced does not exist, is free, or is named twice"
+NOT_LIVE = "a slot to replace does not exist, is free, or is named twice"
 
 
 def check_text(state: SlotState) -> None:
-    """Raise KvdslError for a policy with pages: they are stretches of the text, of which no token leaves."""
+    """Raise KvdslError for a policy with pages, whose tokens cannot be replaced."""
     if "page" in state.spec.numbers:
         raise KvdslError(f"{state.spec.name} attends by pages of the text: none of its tokens can be replaced")
 
 
 def check_count(slots: Tensor, call: AttentionCall) -> None:
-    """Raise KvdslError unless there are as many slots, [batch, kv_heads, tokens], as new tokens."""
+    """Raise KvdslError unless `slots`, [batch, kv_heads, tokens], has one slot per new token."""
     wanted = list(call.key.shape[:3])
     if list(slots.shape) != wanted:
-        raise KvdslError(
-            f"{list(slots.shape)} slots are to be replaced by {wanted} tokens: name as many as there are tokens"
-        )
+        raise KvdslError(f"slots have shape {list(slots.shape)} and new tokens {wanted}: name as many as there are tokens")
 
 
 def check_live(state: SlotState, slots: Tensor) -> None:
-    """Raise KvdslError unless these are different slots that hold a token."""
+    """Raise KvdslError unless these are distinct slots that hold a token."""
     inside = (slots >= 0) & (slots < state.slots)
     index = slots.long().masked_fill(~inside, 0)
     named = torch.zeros_like(state.position).scatter_add_(2, index, inside.int())

@@ -1,8 +1,8 @@
-"""What generated torch code reads and writes.
+"""The interface of generated torch code.
 
-Values are [batch, kv_heads, queries, slots]; an axis over which a value does not vary has size 1. A body that reads the query
-vector is computed per query head, [batch, kv_heads, group, queries, slots], and then reduced by `View.over_group`; under a
-reduction over dims there is one more axis, last. All arithmetic is float32.
+Values are [batch, kv_heads, queries, slots], with size 1 along an axis over which a value does not vary. Expressions of the query vector
+are computed per query head, [batch, kv_heads, group, queries, slots], and then reduced by `View.over_group`. Under a reduction over dims
+there is one more axis, last. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -29,42 +29,45 @@ _TEXT_FOLDS: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (-torch.inf, torch.maximum),
     "min": (torch.inf, torch.minimum),
 }
-"""How blocks of the prompt's queries go together: what there is of none, and of two."""
+"""How blocks of the prompt's queries combine: the neutral element and the operation."""
 
 
 class Weights(Protocol):
-    """What a block of queries gives the slots, per query head: [batch, kv_heads, group, queries, slots] float32."""
+    """Attention of a block of queries per query head: float32 [batch, kv_heads, group, queries, slots]."""
 
     def attn(self) -> Tensor:
-        """Probabilities; without meaning where a query does not see the slot."""
+        """Return probabilities; arbitrary where not visible."""
 
     def logit(self) -> Tensor:
-        """Scaled scores; likewise."""
+        """Return logits; arbitrary where not visible."""
 
 
 @dataclass
 class View:
-    """A block of queries and the slots that they see; in a settle, the newest query alone and the live slots.
+    """A block of queries and their visible slots; in a settle, the newest query and the live slots.
 
     Attributes:
-        visible: what each query sees (in a settle: the live slots).
-        query_position: int32 [batch, 1, queries, 1], of each query's own token.
-        live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
-        window: queries see this many tokens, or None.
-        numbers: the policy's numbers, float32 [batch, kv_heads or 1, 1, 1] each. `doubles`: the same in float64, as counts read them.
+        visible: what each query sees; in a settle, the live slots.
+        query_position: int32 [batch, 1, queries, 1], of each query's token.
+        live: float32 [batch, kv_heads, queries, 1], the number of live slots at each query.
+        window: the number of tokens that a query sees, or None.
+        numbers: the policy's numbers, float32 [batch, kv_heads or 1, 1, 1] each.
+        doubles: the same in float64, for counts.
         columns: the state columns, float32 [batch, kv_heads, slots] each.
         query: [batch, kv_heads, group, queries, dim]; None in a settle.
         key, value: [batch, kv_heads, slots, dim].
         group: how query heads are reduced.
         random_key: (seed, layer, first KV head) of `random()`.
-        rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
-        constants: what the policy's tensors have. sketch: the dims by which it searches; None for a policy without a sketch.
-        protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
-        weights: what the queries give the slots; None in a settle.
-        factor: what products of queries and keys are multiplied by. `rope`: how the model rotates, or None.
-        newest: int32 [batch, 1, 1, 1], the newest token's place, in a view of the prompt's queries; elsewhere it is the query's own.
-        prompt: the prompt's queries, and their places; see `SlotState.text`.
-        since: int32 [batch, 1, 1], the first query that rings tell of; None for all.
+        rings: the newest queries' values, float32 [size, batch, kv_heads, slots] each.
+        constants: the policy's tensors.
+        sketch: None for a policy without one.
+        protected: bool [batch, kv_heads, slots], protected slots; None outside a settle.
+        weights: attention of the queries; None in a settle.
+        factor: the softmax scale.
+        rope: the model's rotation, or None.
+        newest: int32 [batch, 1, 1, 1], the newest token's position, in a view of the prompt's queries. None if it is the query's own.
+        prompt: the prompt's queries and positions; see `SlotState.text`.
+        since: int32 [batch, 1, 1], the first query that counts in rings; None for all.
     """
 
     visible: Visible
@@ -91,7 +94,7 @@ class View:
     since: Tensor | None = None
 
     def queries(self) -> Iterator[View]:
-        """The block's queries one by one, in the order of the text."""
+        """Yield the queries one by one in text order."""
         count = self.visible.mask.shape[2]
         if count == 1:
             yield self
@@ -109,34 +112,34 @@ class View:
 
     @once
     def attn(self) -> Tensor:
-        """Probabilities reduced over the group: [batch, kv_heads, queries, slots], without meaning for what is not visible."""
+        """Probabilities reduced over the group: [batch, kv_heads, queries, slots]; arbitrary where not visible."""
         assert self.weights is not None
         return self.over_group(self.weights.attn())
 
     @once
     def logit(self) -> Tensor:
-        """Scaled scores, likewise."""
+        """Logits reduced over the group: [batch, kv_heads, queries, slots]; arbitrary where not visible."""
         assert self.weights is not None
         return self.over_group(self.weights.logit())
 
     @property
     def position(self) -> Tensor:
-        """As a number of an expression: [batch, kv_heads, 1, slots]."""
+        """Positions as float32: [batch, kv_heads, 1, slots]."""
         return self.visible.position.float()
 
     @property
     def age(self) -> Tensor:
-        """[batch, kv_heads, queries, slots]. Found in integers: far into a text, float32 cannot tell neighbours apart."""
+        """[batch, kv_heads, queries, slots]. Subtracted as integers: float32 cannot tell large neighbouring positions apart."""
         return (self.query_position - self.visible.position).float()
 
     @property
     def seen(self) -> Tensor:
-        """How many tokens of the row there were when the query's had come: [batch, 1, queries, 1]."""
+        """The row's tokens up to the query's: [batch, 1, queries, 1]."""
         return (self.query_position + 1).float()
 
     @property
     def scaling(self) -> Tensor:
-        """The factor of products of queries and keys: [1, 1, 1, 1]."""
+        """The softmax scale: [1, 1, 1, 1]."""
         return torch.full((1, 1, 1, 1), self.factor, dtype=torch.float32, device=self.visible.mask.device)
 
     @property
@@ -146,24 +149,24 @@ class View:
         return seen if self.window is None else seen.clamp(max=self.window)
 
     def number(self, name: str) -> Tensor:
-        """One of the policy's numbers."""
+        """Return one of the policy's numbers."""
         return self.numbers[name]
 
     def exact(self, name: str) -> Tensor:
-        """One of the policy's numbers, or `live` or `seen`, where tokens are counted: float64 [batch, kv_heads or 1, 1 or queries, 1]."""
+        """Return a number of the policy, `live` or `seen` for counting: float64 [batch, kv_heads or 1, 1 or queries, 1]."""
         return self.doubles[name] if name in self.doubles else getattr(self, name).double()
 
     def column(self, name: str) -> Tensor:
-        """A state column."""
+        """Return a state column."""
         return self.columns[name].unsqueeze(2)
 
     def ring(self, name: str, op: str, argument: Tensor | float | None = None) -> Tensor:
-        """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots].
+        """Reduce the newest queries' values per slot, over those that could see it: [batch, kv_heads, 1, slots].
 
         Args:
-            argument: the reduction's own, one number for each row or for all.
+            argument: of the reduction, one number per row or for all.
         """
-        size = self.number(size_name(name))[:, 0]  # which all heads have in common
+        size = self.number(size_name(name))[:, 0]  # the same for all heads
         held = valid(
             len(self.rings[name]),
             size,
@@ -178,13 +181,13 @@ class View:
 
     @property
     def q(self) -> Tensor:
-        """Query vectors with room for slots: [batch, kv_heads, group, queries, 1, dim]."""
+        """Query vectors broadcast over slots: [batch, kv_heads, group, queries, 1, dim]."""
         assert self.query is not None
         return self.query.float().unsqueeze(-2)
 
     @property
     def query_head(self) -> Tensor:
-        """The query heads' numbers: [1, kv_heads, group, 1, 1]."""
+        """Indices of query heads: [1, kv_heads, group, 1, 1]."""
         assert self.query is not None
         heads, group = self.query.shape[1:3]
         first = self.random_key[2] * group
@@ -192,26 +195,26 @@ class View:
 
     @property
     def k(self) -> Tensor:
-        """Keys with room for queries: [batch, kv_heads, 1, slots, dim]."""
+        """Keys broadcast over queries: [batch, kv_heads, 1, slots, dim]."""
         return self.key.float().unsqueeze(2)
 
     @property
     def v(self) -> Tensor:
-        """Values with room for queries: [batch, kv_heads, 1, slots, dim]."""
+        """Values broadcast over queries: [batch, kv_heads, 1, slots, dim]."""
         return self.value.float().unsqueeze(2)
 
     @property
     def dot_qk(self) -> Tensor:
-        """Unscaled dot products of every query head: [batch, kv_heads, group, queries, slots]."""
+        """Unscaled dot products per query head: [batch, kv_heads, group, queries, slots]."""
         assert self.query is not None
         return torch.einsum("bhgqd,bhsd->bhgqs", self.query.float(), self.key.float())
 
     def sqrt(self, x: Tensor) -> Tensor:
-        """The root, rounded correctly: torch's own is not, on CPUs."""
+        """Return the correctly rounded root, unlike torch's on CPUs."""
         return sqrt(x.float())
 
     def over_group(self, x: Tensor) -> Tensor:
-        """Reduce the group's query heads: [batch, kv_heads, group, queries, slots] without the group; under `each` as it is."""
+        """Reduce [batch, kv_heads, group, queries, slots] over the group; unchanged under `each`."""
         if self.group == "each":
             return x
         if self.group == "max":
@@ -219,29 +222,29 @@ class View:
         return x.mean(2) if self.group == "mean" else x.sum(2)
 
     def product(self, query: Tensor, slot: Tensor) -> Tensor:
-        """Products of queries' vectors, [..., queries, 1, dim], and slots', [..., 1, slots, dim]: [..., queries, slots]."""
+        """Multiply query vectors, [..., queries, 1, dim], and slot vectors, [..., 1, slots, dim]: [..., queries, slots]."""
         return query.squeeze(-2) @ slot.squeeze(-3).transpose(-1, -2)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     @once
     def pages(self) -> Pages:
-        """The pages of the slots, of a policy that has them."""
+        """The pages of the slots."""
         numbers = {name: values[:, 0] for name, values in self.numbers.items() if name in ("page", "page_after")}
         return Pages(self.visible, page_of(self.visible.position[:, :, 0], numbers).unsqueeze(2))
 
     @property
     def rotation(self) -> Rotation:
-        """How the model rotates vectors."""
+        """The model's rotation."""
         return Rotation(self.rope, self.query_position if self.newest is None else self.newest)
 
     @property
     def text(self) -> Text:
-        """The prompt's queries, before the slots."""
+        """The prompt's queries."""
         return Text(self)
 
     def random(self) -> Tensor:
-        """[batch, kv_heads, queries, slots] in [0, 1), the same on every backend."""
+        """Return numbers in [0, 1), [batch, kv_heads, queries, slots], the same on every backend."""
         seed, layer, first_head = self.random_key
         heads = (
             torch.arange(self.visible.position.shape[1], device=self.visible.position.device).view(1, -1, 1, 1) + first_head
@@ -251,7 +254,7 @@ class View:
 
 @dataclass(frozen=True)
 class _OneQuery:
-    """What one query of a block gives: the block's is found once, and reduced over the group already."""
+    """One query of a block whose values are computed once and already reduced over the group."""
 
     block: View
     query: slice
@@ -264,7 +267,7 @@ class _OneQuery:
 
 
 class Text:
-    """The prompt's queries, each before all the slots of a view."""
+    """The prompt's queries, each with all slots of a view."""
 
     def __init__(self, slots: View) -> None:
         self._slots = slots
@@ -278,11 +281,12 @@ class Text:
         dims: bool = False,
         after: Tensor | float = 0,
     ) -> Tensor:
-        """Reduce what the prompt's queries give, keeping the axis.
+        """Reduce over the prompt's queries, keeping the axis.
 
         Args:
-            body: from a view of a block of queries. The flags tell the axes of its values beyond the four.
-            after: queries before this place do not count.
+            body: computes values from a view of a block of queries.
+            grouped, dims: whether the values have a group axis, or a last axis of dims.
+            after: queries before this position do not count.
         """
         axis = -3 if dims else -2
 
@@ -308,7 +312,7 @@ class Text:
         return variance if op == "var" else variance.sqrt()
 
     def _blocks(self, after: Tensor | float) -> Iterator[tuple[View, Tensor]]:
-        """Blocks of the prompt's queries, each before all slots, and which of them count, bool [batch, kv_heads or 1, queries, 1]."""
+        """Yield blocks of the prompt's queries with all slots, and which queries count, bool [batch, kv_heads or 1, queries, 1]."""
         batch, heads, _, slots = self._slots.visible.mask.shape
         for query, position in self._slots.prompt:
             size = max(1, ENTRIES // (batch * query.shape[1] * slots))
@@ -322,18 +326,18 @@ class Text:
                 )
 
 
-# -- looking at slots --------------------------------------------------------------------------------------------------
+# -- making views ------------------------------------------------------------------------------------------------------
 
 
 def visible_slots(position: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """Bool [batch, kv_heads, queries, slots]: a query sees the tokens up to its own, at most `window` back."""
+    """Return what queries see, bool [batch, kv_heads, queries, slots]: tokens up to their own, at most `window`."""
     age = query_position[:, None, :, None] - position[:, :, None, :]
     visible = (position[:, :, None, :] >= 0) & (age >= 0)
     return visible if window is None else visible & (age < window)
 
 
 def row_view(state: SlotState, kept: dict[str, Tensor], query: Tensor, query_position: Tensor, numbers: Tensor) -> View:
-    """A block of queries and what they see; what they attend to is not known yet.
+    """Return a view of a block of queries and what they see, without their attention.
 
     Args:
         kept: `keys`, `values`, `position` and `columns` over slots.
@@ -348,7 +352,7 @@ def row_view(state: SlotState, kept: dict[str, Tensor], query: Tensor, query_pos
 
 
 def slots_view(state: SlotState, kept: dict[str, Tensor], newest: Tensor, numbers: Tensor) -> View:
-    """The live slots when the row's newest token is at `newest`, int32 [batch]."""
+    """Return a view of the live slots when the newest token is at `newest`, int32 [batch]."""
     return _view(state, kept, newest[:, None], (kept["position"] >= 0).unsqueeze(2), numbers)
 
 

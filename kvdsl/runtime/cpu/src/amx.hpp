@@ -1,6 +1,6 @@
-// Products of bfloat16 by Intel's AMX tiles, where the compiler targets them and Linux lends them. What is the same for all lanes
-// is the left factor, a row of a tile each; what every lane has of its own, two by two, is the right one, a column each. So the
-// products leave in lanes.
+// Products of bfloat16 with Intel's AMX tiles, if the compiler targets them and Linux grants them. The left factor is
+// the same for all lanes, a tile row each; the right factor has a column of pairs per lane. So the products come out in
+// lanes.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@
 namespace kvdsl::amx {
 
 constexpr int rows = 16, row_bytes = 64;
-constexpr int at_once = 32;  // numbers of bfloat16 in a row
-constexpr int blocks = 4;    // of rows whose products do not wait for each other's
+constexpr int at_once = 32;  // bfloat16 numbers per row
+constexpr int blocks = 4;    // blocks of rows with independent products
 constexpr int rows_at_once = blocks * rows;
 
-// Rows of a left factor, one every `stride` bytes.
+// Rows of a left factor, `stride` bytes apart.
 struct Rows {
   const void* first;
   int64_t stride;
@@ -33,14 +33,14 @@ struct Rows {
 
 static_assert(width == rows, "a query is a column of a tile and a lane of a vector");
 
-// Linux lends a process the memory of tiles if it asks once.
+// Asks Linux once for permission to use tile memory.
 inline bool lent() {
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool is_lent = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return is_lent;
 }
 
-// While it lives, this thread's tiles are whole ones, if they are wanted.
+// Configures this thread's tiles as whole ones during its lifetime, if wanted.
 class Configured {
  public:
   explicit Configured(bool wanted) : wanted_(wanted) {
@@ -63,12 +63,12 @@ class Configured {
   bool wanted_;
 };
 
-// sums[block * rows + row][lane] += the sum over i < n of left[block][row][i] * right[i][lane], for `Blocks` of `rows` rows; with
-// Anew nothing was there before. right: [n / 2, lanes, 2]. Strides count bytes.
-template <int Blocks, bool Anew>
+// sums[block * rows + row][lane] += sum over i < n of left[block][row][i] * right[i][lane], for `Blocks` of `rows`
+// rows; with FromZero, sums start at 0. right: [n / 2, lanes, 2]. Strides are in bytes.
+template <int Blocks, bool FromZero>
 inline void add_products(const Rows* left, const void* right, int64_t right_stride, int n, float* sums, int64_t sums_stride) {
   const auto place = [&](int block) { return reinterpret_cast<char*>(sums) + block * rows * sums_stride; };
-  if constexpr (Anew) {
+  if constexpr (FromZero) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -110,7 +110,7 @@ struct Configured {
   explicit Configured(bool) {}
   ~Configured() {}
 };
-template <int Blocks, bool Anew>
+template <int Blocks, bool FromZero>
 inline void add_products(const Rows*, const void*, int64_t, int, float*, int64_t) {}
 
 #endif

@@ -1,4 +1,4 @@
-// Memory of the decode step: pieces of one buffer that is kept from call to call.
+// Working memory of a decode step: pieces of one buffer that persists between calls.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace kvdsl {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Hands out aligned pieces of a buffer; without one, adds up how much they take.
+// Hands out aligned pieces of a buffer; without one, adds up their size.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -27,7 +27,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// A buffer that is kept from call to call and only grows.
+// A buffer that persists between calls and only grows.
 class Buffer {
  public:
   ~Buffer() { std::free(data_); }

@@ -1,8 +1,8 @@
 // The two kernels that stream over the cache: keys to scores, and values to weighted sums.
 //
-// Both take pointers to rows instead of one base, so that a free slot can point at zeros (what an evicted token left
-// behind, perhaps NaN, is never read), and both serve several query heads per row that they load, because in a group the
-// heads share keys and values and memory is what decode waits for.
+// They take pointers to rows, so that a free slot can point at zeros and whatever an evicted token left (perhaps NaN)
+// is never read. They serve several query heads per row, because heads of a group share keys and values and decode is
+// bound by memory.
 #pragma once
 
 #include <cmath>
@@ -16,21 +16,21 @@
 
 namespace kvdsl {
 
-// Rows that are worked on together: one block stays in the first-level cache while every block of heads goes over it.
+// Rows per block. A block stays in the L1 cache while all heads process it.
 constexpr int block = 32;
-// Rows that are in flight at once. Memory is read in nearly linear order, which the hardware can follow.
+// Rows read at once. Memory access is nearly linear, which the hardware prefetcher can follow.
 constexpr int rows_at_once = registers == 32 ? 4 : 2;
-// While they are worked on, memory further on is fetched: so many bytes ahead, in strictly rising order (the order of
-// the loads themselves, row by row at one d, reads a fifth slower), perhaps behind the last row: a prefetch never faults.
+// Prefetch distance in bytes, in strictly rising order: in the order of the loads themselves (row by row at one d),
+// reads are a fifth slower. Prefetching beyond the last row never faults.
 constexpr int ahead = 8192;
 
-// Where the rows begin that are fetched meanwhile, for every rows_at_once of a block.
+// Where to prefetch, for every rows_at_once rows of a block.
 struct Next {
   const void* row[block / rows_at_once];
 };
 
-// Those that many bytes ahead, none of them of the `free` rows behind slot `end`, which nobody reads: what follows is the next head's. In
-// blocks, which lie anywhere, as many slots further, at most the last one.
+// Prefetch addresses that many bytes ahead, skipping the `free` unread rows behind slot `end`; the next head follows.
+// With a block table, as many slots ahead, at most the last one.
 inline void find_next(const Layout& layout, int from, int end, int free, Next& next) {
   const int far = static_cast<int>(ahead / layout.row_bytes);
   for (int i = 0; i < block / rows_at_once; ++i) {
@@ -44,18 +44,18 @@ inline void find_next(const Layout& layout, int from, int end, int free, Next& n
   }
 }
 
-// The share of head g, of `Heads`, in what is fetched at d.
+// Prefetches the share of head g, of `Heads`, at d.
 template <int Heads, class T>
 inline void fetch(const void* next, int d, int g) {
   constexpr int bits = rows_at_once * pair * bits_of<T>;
-  constexpr bool slow = bits < 512 && is_packed<T>;  // a line lasts for several d
+  constexpr bool slow = bits < 512 && is_packed<T>;  // a cache line lasts for several d
   constexpr int lines = slow ? 1 : bits / 512, share = (lines + Heads - 1) / Heads;
   if (slow && d % (pair * (512 / bits)) != 0) return;
   const char* const from = static_cast<const char*>(next) + rows_at_once * d * bits_of<T> / 8;
   for (int i = g * share; i < (g + 1) * share && i < lines; ++i) __builtin_prefetch(from + i * 64);
 }
 
-// scores[g][r] = q[g] . rows[r] for rows_at_once rows. q is stored in pairs, with zeros behind dim.
+// scores[g][r] = q[g] . rows[r] for rows_at_once rows. q is in pairs, padded with zeros.
 template <class T, int Heads>
 inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, const void* next, int dim,
                      float* scores, int64_t scores_stride) {
@@ -86,7 +86,7 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
   }
 }
 
-// out[g] += sum over rows_at_once rows of weights[g][r] * rows[r]; out is stored in pairs.
+// out[g] += sum over rows_at_once rows of weights[g][r] * rows[r]; out is in pairs.
 template <class T, int Heads>
 inline void add_rows(const float* weights, int64_t weights_stride, const void* const* rows, const void* next, int dim,
                      float* out, int64_t out_stride) {
@@ -175,10 +175,9 @@ void write_row(const float* pairs, float scale, int n, void* row) {
   for (int d = 0; d < n; ++d) to[d] = from_float<T>(pairs[place_of<T>(d)] * scale);
 }
 
-// A block of scores: scaled, capped, less what each place of distance takes, -inf where the slot is not visible. Returns the maximum
-// of top and all of them.
+// Turns products into logits: scale, softcap, ALiBi, -inf for invisible slots. Returns the maximum of them and top.
 //
-// distance: null where none counts.
+// distance: places between slot and query, or null.
 [[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float slope,
                                              const float* distance, float top) {
   Floats tops = splat(top);
@@ -193,7 +192,7 @@ void write_row(const float* pairs, float scale, int n, void* row) {
   return max(tops);
 }
 
-// x = e^(x - top) for whole blocks of scores; returns the sum.
+// x = e^(x - top) for whole blocks of logits; returns the sum.
 [[gnu::noinline]] inline float exponentiate(float* scores, int n, float top) {
   Floats total{};
   for (int i = 0; i < n; i += width) {

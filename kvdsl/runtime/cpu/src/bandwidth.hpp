@@ -1,4 +1,4 @@
-// How fast this machine reads memory: the roofline that decode is measured against.
+// Measures memory read bandwidth: the roofline of decode.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace kvdsl {
 
-// Reads `bytes` from memory once, a contiguous share a thread, fetching ahead as the kernels do. Returns a checksum, so
-// that no load can be dropped.
+// Reads `bytes` from memory once, a contiguous share per thread, with the kernels' prefetching. Returns a checksum, so
+// that no load is optimized away.
 inline int64_t read_memory(const void* from, int64_t bytes, int threads) {
   constexpr int in_flight = 8;
   constexpr int64_t step = in_flight * static_cast<int64_t>(sizeof(Ints));

@@ -1,7 +1,7 @@
-// One decode step of a policy, for every row of the batch and every KV head.
+// Driver: a decode step of a policy for every row of the batch and every KV head.
 //
-// A unit is one KV head of one row (unit.hpp). While there are units for every thread, each thread takes one at a time; those left
-// over are shared by all threads, chunk by chunk.
+// A unit is one KV head of one row (unit.hpp). While there are enough units for all threads, each thread takes one at a
+// time. All threads share the remaining ones, chunk by chunk.
 #include <kvdsl/decode.hpp>
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace kvdsl {
 
 namespace {
 
-// A unit on one thread.
+// Runs a unit on one thread.
 int decode_alone(const DecodeArgs& args, const Steps& steps, int number, int64_t workspace) {
   char* const memory = thread_buffer().reserve(workspace);
   if (!memory) return out_of_memory;
@@ -47,14 +47,14 @@ int decode_alone(const DecodeArgs& args, const Steps& steps, int number, int64_t
   return unit.status();
 }
 
-// Calls body(unit, chunk) for every chunk of a few units, shared by the threads of the team.
+// Calls body(unit, chunk) for every chunk of a few units, divided over the team's threads.
 template <class Body>
 void share(Unit* units, int count, int chunks, Body&& body) {
 #pragma omp for schedule(static)
   for (int i = 0; i < count * chunks; ++i) body(units[i / chunks], i % chunks);
 }
 
-// A few units on all threads of the team; each of them calls this.
+// Runs a few units on the whole team; every thread calls this.
 void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, int count) {
   const int chunks = units[0].chunks();
   Laps laps(args);
@@ -81,7 +81,7 @@ void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, in
   }
 }
 
-// The row's new tokens that are no padding.
+// Counts the row's new tokens without padding.
 int real_tokens(const DecodeArgs& args, int64_t row) {
   if (!args.real) return args.tokens;
   int tokens = 0;
@@ -89,12 +89,12 @@ int real_tokens(const DecodeArgs& args, int64_t row) {
   return tokens;
 }
 
-// Each row has seen its real tokens.
+// Adds the real tokens to `seen`.
 void advance(const DecodeArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) args.seen[b] += real_tokens(args, b);
 }
 
-// Whether these are different slots that hold a token. Those that were seen are marked meanwhile.
+// Whether these are distinct live slots. Marks visited slots meanwhile.
 bool all_live(int32_t* position, int slots, const int32_t* named, int count) {
   int n = 0;
   while (n < count && named[n] >= 0 && named[n] < slots && position[named[n]] >= 0) {
@@ -105,7 +105,7 @@ bool all_live(int32_t* position, int slots, const int32_t* named, int count) {
   return n == count;
 }
 
-// Bytes of a layer's keys and values from which on no core's own cache holds what was written until somebody attends.
+// Bytes of a layer's keys and values beyond which nothing written is still in a core's cache when a query attends.
 constexpr int64_t cached_bytes = int64_t{8} << 20;
 
 }  // namespace
@@ -141,8 +141,8 @@ int decode(const DecodeArgs& args, const Steps& steps) {
   return status;
 }
 
-// What every row and KV head has in the given slots [batch, kv_heads, tokens] leaves for the new tokens. Nobody attends.
-// Changes nothing if one of the slots is free, or given twice.
+// Replaces the tokens in the given slots, [batch, kv_heads, tokens], by new ones; no query attends. Changes nothing if
+// a slot is free or occurs twice.
 int replace(const DecodeArgs& args, const int32_t* slots, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int64_t workspace = Workspace::bytes(args, steps);

@@ -1,4 +1,4 @@
-// The functions of every dtype of kvdsl/dtype.hpp.
+// Operations of every dtype, see kvdsl/dtype.hpp.
 #include <kvdsl/dtype.hpp>
 
 #include "attend.hpp"

@@ -1,4 +1,4 @@
-// How a head finds who leaves: without sorting, by counting.
+// Eviction from a head: finds victims by counting, without sorting.
 #include <kvdsl/head.hpp>
 
 #include <climits>
@@ -15,7 +15,7 @@ void Head::evict(const float* score, int n, bool ends_last) {
   const int candidates = ranked();
   if (candidates >= n) return free_lowest(n);
   const int32_t* const at = position;
-  const int newest_held = -least([=](int i) { return -at[i]; });  // the row's newest may have left before
+  const int newest_held = -least([=](int i) { return -at[i]; });  // the row's newest token may be evicted already
   if (candidates > 0) free_lowest(candidates);
   n -= candidates;
   if (ends_last) {
@@ -61,7 +61,7 @@ int Head::above(const float* x, int own) const {
 Head::Cut Head::nth(const Grade* grades, int n) const {
   const int32_t* const at = position;
   Grade low = INT_MIN, high = INT_MAX;
-  int below = 0;  // slots whose grade is lower than `low`
+  int below = 0;  // slots with a grade below `low`
   while (low < high) {
     const Grade middle = static_cast<Grade>((static_cast<int64_t>(low) + high) >> 1);
     const int up_to = total([=](int i) { return grades[i] <= middle; });

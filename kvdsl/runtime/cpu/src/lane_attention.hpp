@@ -1,10 +1,10 @@
-// Attention of a prompt's queries, each in a lane of its own, `width` of them a tile: so keys and values are read as they lie in
-// memory, one number after the other, and the group's heads are reduced lane by lane.
+// Attention of a prompt's queries, each in a lane, `width` queries per tile. Keys and values are read in memory order,
+// number by number, and the group's heads are reduced lane by lane.
 //
-// Slots come in rounds. A round's scores become exponentials over the highest score so far; where a later round has a much higher
-// one, what was added up before is brought down to it. So only those whose probabilities are observed leave more than a round's behind.
+// Slots are processed in rounds. A round's scores become exponentials relative to the highest score so far. If a later
+// round has a much higher score, earlier sums are rescaled. So only observed probabilities are stored beyond a round.
 //
-// Exponentials are powers of two, which cost least: scores are told in bits, log2(e) times as large.
+// Exponentials are base 2, the cheapest: scores are in bits, multiplied by log2(e).
 #pragma once
 
 #include <cfloat>
@@ -20,35 +20,36 @@
 
 namespace kvdsl {
 
-// Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
+// Queries per block. A block is summed before it is added to the others: among many thousands it would be lost in
+// rounding.
 constexpr int query_block = 64;
 
 constexpr float bits_of_1 = 1.44269504088896341f;  // log2(e)
 
-// How many bits a score may lie above the one over which exponentials are, before these begin anew over it: seldom, since bringing
-// down what was added up takes time and rounds it once more. 2^slack is far from overflowing, however many are added up.
+// How many bits a score may exceed its reference before sums are rescaled. Rescaling is rare, since it costs time and
+// one more rounding. 2^slack is far from overflow for any number of terms.
 constexpr float slack = 12.0f;
 
-// From how many bits on, above or below 0, scores are rounded before the highest is taken off. Nearer to 0 the product is taken off as
-// it is, in the instruction that multiplies: the highest, which is rounded, may then lie below it, by 8 bits at most.
+// Beyond this many bits, scores are rounded before the highest is subtracted. Below, a fused multiply-add subtracts it
+// from the unrounded product; the rounded highest may then be lower, by 8 bits at most.
 constexpr float far = 268435456.0f;  // 2^28
 
-// No exponential is larger.
+// Upper bound of exponentials.
 constexpr float most_weight = 2097152.0f;  // 2^21, above 2^(slack + 8)
 
-// `width` queries.
+// A tile of `width` queries.
 struct LaneTile {
-  int t, count;     // the first, and how many there are
-  int begin, end;   // the slots that any of them sees, if there are any
-  Two* queries;     // [group, words, width] floats, or two of bf16; the last head's whole vectors of words reach beyond
-  float* tops;      // [group, width] the highest scores so far in bits, or at most `slack` less
-  float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
+  int t, count;     // first query and number of queries
+  int begin, end;   // range of slots that any of them sees
+  Two* queries;     // [group, words, width] floats, or pairs of bf16; the last head's whole vectors of words reach beyond
+  float* tops;      // [group, width] highest scores so far in bits, or at most `slack` less
+  float* totals;    // [group, width] sums of exponentials relative to these; at the end 1 / sums
   float* out;       // [value_stride, group, width]
-  int32_t oldest[width];  // the lowest position that a query sees
-  int32_t latest;         // the highest of these: who stands there or behind is seen by all that come later
+  int32_t oldest[width];  // lowest position that each query sees
+  int32_t latest;         // the highest of these: all later queries see positions from here on
 };
 
-// What some queries attend to, and what they give the slots.
+// Attention of some queries, with their probabilities if observed.
 class LaneAttention {
  public:
   LaneAttention(const PromptHead& head, Products by, const TwoValues& values, Arena& arena)
@@ -76,13 +77,13 @@ class LaneAttention {
 
   Products by() const { return by_; }
 
-  // Slots that a row of `reduce` has room for.
+  // Slots per row of `reduce`.
   int64_t room() const { return room_; }
 
-  // Queries t to t + count, at most a block, or, if they are observed, a tile: writes their output if there is somewhere to, and
-  // leaves what they give the slots. Returns the first slot of the first round that any of them sees.
+  // Attends for queries t to t + count, at most a block, or a tile if they are observed. Writes their output if there
+  // is an `out`, and keeps their probabilities. Returns the first slot of the first round that any of them sees.
   //
-  // queries: [count, group, key_dim], gets them in order.
+  // queries: [count, group, key_dim], receives them in order.
   int attend(int t, int count, bool observed, float* queries) {
     observed_ = observed;
     const int end = of_.cached + t + count, tiles = (count + width - 1) / width;
@@ -108,7 +109,8 @@ class LaneAttention {
     return begin_;
   }
 
-  // Probabilities of a tile that was observed, reduced over the group: rows of so many slots, one of `room` numbers for every lane.
+  // Reduces the probabilities of an observed tile over the group: rows of so many slots, one of `room` numbers per
+  // lane.
   [[gnu::noinline]] void reduce(int slots, float* rows) {
     const LaneTile& tile = tiles_[0];
     const float part = steps_.group == Group::mean ? 1.0f / static_cast<float>(args_.group) : 1.0f;
@@ -131,11 +133,11 @@ class LaneAttention {
   }
 
  private:
-  // attn[i]: the highest of what query heads give slot s + i, or the sum.
+  // attn[i]: the maximum or sum over query heads for slot s + i.
   template <bool Highest>
   void join_heads(int s, Floats (&attn)[width]) const {
     const int64_t lanes = lanes_;
-    for (int i = 0; i < width; ++i) attn[i] = Floats{};  // probabilities are no less
+    for (int i = 0; i < width; ++i) attn[i] = Floats{};  // probabilities are at least 0
     for (int g = 0; g < args_.group; ++g) {
       const float* const weights = weights_ + s * lanes + g * width;
       const Floats factor = load(factors_ + g * width);
@@ -147,7 +149,7 @@ class LaneAttention {
     }
   }
 
-  // Queries t to t + count, which have met no slot yet.
+  // Starts a tile with queries t to t + count.
   void start(LaneTile& tile, int t, int count, float* queries) {
     tile.t = t, tile.count = count, tile.end = of_.cached + t + count;
     read_queries(tile, queries);
@@ -157,7 +159,7 @@ class LaneAttention {
       tile.latest = tile.oldest[i] > tile.latest ? tile.oldest[i] : tile.latest;
     }
     tile.begin = first_seen(tile);
-    for (int g = 0; g < args_.group; ++g) {  // a learned sink's logit takes part; without one whatever is seen is higher
+    for (int g = 0; g < args_.group; ++g) {  // a sink's logit takes part; without one any score is higher
       const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] * bits_of_1 : -INFINITY;
       const Floats top = splat(sink > -FLT_MAX ? sink : -FLT_MAX);
       store(tile.tops + g * width, top);
@@ -166,7 +168,7 @@ class LaneAttention {
     if (attends_) std::memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(round_.value_stride() * lanes_));
   }
 
-  // The queries in lanes; and in order, where the policy observes them.
+  // Puts queries into lanes; and in order, if the policy observes them.
   void read_queries(LaneTile& tile, float* queries) {
     const int dims = args_.key_dim;
     const std::size_t bytes = sizeof(Two) * static_cast<std::size_t>(words_);
@@ -185,17 +187,17 @@ class LaneAttention {
     }
   }
 
-  // The first slot that any of the queries sees: behind padding, and as far back as a window says; INT_MAX if all are padding. So a
-  // row's rounds begin with its text, and without a window it gets the same bits however far it is padded.
+  // Returns the first slot that any query sees, after padding and within the window; INT_MAX if all are padding. A
+  // row's rounds begin with its text, so without a window its results do not depend on padding.
   int first_seen(const LaneTile& tile) const {
     int oldest = INT_MAX, from = 0;
     for (int i = 0; i < tile.count; ++i) oldest = tile.oldest[i] < oldest ? tile.oldest[i] : oldest;
     if (oldest == INT_MAX) return INT_MAX;
-    while (of_.position[from] < oldest) ++from;  // they see themselves
+    while (of_.position[from] < oldest) ++from;  // every query sees itself
     return from;
   }
 
-  // The queries attend to the round's slots. all_seen: every one of them is seen by every query.
+  // Attends to a round's slots. all_seen: every query sees all of them.
   void meet(LaneTile& tile, int from, bool all_seen) {
     const bool kept = observed_ && steps_.needs_attn;
     const int at = from - begin_, slots = round_.scored();
@@ -215,20 +217,20 @@ class LaneAttention {
     pending_ = {round_.values(), &tile};
   }
 
-  // The last values that were weighted, unless they were added at once. A matrix unit would wait for weights that have just been found.
+  // Adds the last values, unless added at once. A matrix unit would wait for weights that were just computed.
   void add_pending() {
     if (pending_.tile) round_.add(pending_.values, two_weights_, pending_.tile->out);
     pending_.tile = nullptr;
   }
 
-  // Of a whole round's slots.
+  // The same for all slots of a round.
   int lowest_position(int from) const {
     int lowest = INT_MAX;
     for (int i = 0; i < size_; ++i) lowest = of_.position[from + i] < lowest ? of_.position[from + i] : lowest;
     return lowest;
   }
 
-  // A mask of the lanes whose queries see the slot.
+  // Returns a mask of the lanes whose queries see the slot.
   Ints who_sees(const LaneTile& tile, int slot) const {
     return (load_as<Ints>(tile.oldest) <= of_.position[slot]) & (own_lanes() + (of_.cached + tile.t) >= slot);
   }
@@ -239,8 +241,8 @@ class LaneAttention {
     return lanes;
   }
 
-  // Products of query head g become -inf where a slot is not seen, and scores where these do not grow with them. Returns the highest
-  // score in bits. seen: null where all are.
+  // Sets products of query head g to -inf where invisible, and converts them to logits if not proportional. Returns the
+  // highest score in bits. seen: null if all are visible.
   [[gnu::noinline]] Floats mask(const Ints* seen, int slots, float* logits, int g) const {
     Floats highest = splat(-INFINITY);
     float* const scores = scores_ + g * width;
@@ -260,16 +262,16 @@ class LaneAttention {
     return highest * bits();
   }
 
-  // Whether a score is so many times its product.
+  // Whether a logit is a multiple of its product.
   bool grows() const { return args_.softcap <= 0 && args_.scale > 0; }
 
-  // What makes a score in bits of what `mask` leaves.
+  // The factor from the results of `mask` to scores in bits.
   float bits() const { return bits_of_1 * (grows() ? args_.scale : 1.0f); }
 
-  // Rounds query head g's scores to bits in the lanes where the highest is far from 0. Returns what makes bits of all lanes' scores.
+  // Rounds query head g's scores to bits in lanes where the highest is far from 0. Returns the factor to bits.
   [[gnu::noinline]] Floats round_far(Floats top, int slots, int g) {
     const Floats scale = splat(bits()), size = top < 0.0f ? -top : top;
-    const Ints is_far = (size > far) & (size < FLT_MAX);  // of a lane that has seen nothing, it is FLT_MAX
+    const Ints is_far = (size > far) & (size < FLT_MAX);  // a lane without visible slots has FLT_MAX
     if (!any(is_far)) return scale;
     float* const scores = scores_ + g * width;
     for (int s = 0; s < slots; ++s) {
@@ -279,7 +281,7 @@ class LaneAttention {
     return is_far != 0 ? splat(1.0f) : scale;
   }
 
-  // The exponentials of query head g's scores over the highest so far, or nearly; what was added up over a lower one is brought down.
+  // Computes exponentials of query head g's scores relative to the highest so far, and rescales sums if that rises.
   [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
     const Floats before = load(tile.tops + g * width), top = highest > before + slack ? highest : before;
     Floats total = load(tile.totals + g * width);
@@ -308,7 +310,7 @@ class LaneAttention {
     store(tile.totals + g * width, total);
   }
 
-  // What query head g gives joins what those before it gave.
+  // Combines query head g's output with those before.
   Floats join(Floats old, Floats x, int g) const {
     if (g > 0) x = steps_.group == Group::max ? (old > x || old != old ? old : x) : old + x;
     return steps_.group == Group::mean && g == args_.group - 1 ? x / static_cast<float>(args_.group) : x;
@@ -326,7 +328,7 @@ class LaneAttention {
       for (int i = 0; i < tile.count; ++i) {
         const int64_t token = int64_t{of_.row} * args_.tokens + tile.t + i;
         const int64_t row = token * args_.kv_heads * args_.group + of_.head * args_.group + g;
-        const float factor = of_.newest(tile.t + i) < 0 ? 0.0f : tile.totals[g * width + i];  // padding sees nothing
+        const float factor = of_.newest(tile.t + i) < 0 ? 0.0f : tile.totals[g * width + i];  // padding outputs 0
         steps_.dtype->from_floats(rows_ + i * stride, factor, args_.value_dim, static_cast<char*>(of_.prompt.out) + row * bytes);
       }
     }
@@ -335,31 +337,31 @@ class LaneAttention {
   const PromptHead& of_;
   const DecodeArgs& args_;
   const Steps& steps_;
-  bool attends_;        // whether the queries attend here
-  bool weighs_;         // whether anybody asks for their probabilities
+  bool attends_;        // whether queries attend here
+  bool weighs_;         // whether probabilities are observed
   Products by_;
-  int64_t lanes_;       // of a slot's weights
-  int words_;           // of 32 bits: a query's floats, or its numbers two by two
+  int64_t lanes_;       // per slot's weights
+  int words_;           // of 32 bits: a query's floats, or pairs of numbers
   int64_t word_stride_;
-  int size_;            // slots of a round
+  int size_;            // slots per round
   int64_t room_;
   Round round_;
   LaneTile tiles_[query_block / width];
   bool observed_ = false;
-  int begin_ = 0;       // the first slot of the first round that any of the queries sees
+  int begin_ = 0;       // first slot of the first round that any query sees
   float* scores_;       // [size, group, width] products of a round, or scores (see `mask`)
-  float* weights_;      // [slots, group, width] exponentials, in the place of these, or of all slots where they are observed,
-  float* round_tops_;   // [rounds, group, width] and the scores over which every round's are exponentials
-  float* factors_;      // [group, width] of a round, by which its exponentials become probabilities
-  Two* two_weights_;    // [size / 2, group, width] those of two slots side by side,
+  float* weights_;      // [slots, group, width] exponentials in their place, or of all slots if observed
+  float* round_tops_;   // [rounds, group, width] references of each round's exponentials
+  float* factors_;      // [group, width] factors from a round's exponentials to probabilities
+  Two* two_weights_;    // [size / 2, group, width] the weights of two slots as pairs
   struct {
     TwoRound values;
     LaneTile* tile = nullptr;
-  } pending_;           // by which these values are still to be weighted, for this tile
+  } pending_;           // values still to be added for this tile
   float* logits_;       // [slots, width]
-  float* query_;        // [key_dim] where it is not floats already
-  Two* queries_;        // [width, word_stride] one after the other
-  float* rows_;         // [width, value_stride] the outputs of a tile and query head
+  float* query_;        // [key_dim] if it is not floats already
+  Two* queries_;        // [width, word_stride] in order
+  float* rows_;         // [width, value_stride] outputs of a tile and query head
 };
 
 }  // namespace kvdsl

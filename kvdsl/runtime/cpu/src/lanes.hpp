@@ -1,5 +1,5 @@
-// Products of what queries have, each in a lane of its own, and of what slots have, the same for all lanes: of floats one by
-// one, and of bfloat16 two by two, where the processor adds both products at once.
+// Products of queries in lanes and slots' numbers, which are the same for all lanes: of floats one by one, of bfloat16
+// in pairs if the processor has the instruction.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace kvdsl {
 
 constexpr bool two_by_two = KVDSL_TWO_BY_TWO;
 
-// Two numbers of bfloat16, the first in the lower half.
+// Two bfloat16 numbers, the first in the lower half.
 struct Two {
   uint32_t bits;
 };
@@ -30,7 +30,7 @@ inline void store(Two* to, Bits v) { store(reinterpret_cast<float*>(to), reinter
 inline Two two(bf16 first, bf16 second) { return {first.bits | static_cast<uint32_t>(second.bits) << 16}; }
 
 #if KVDSL_TWO_BY_TWO
-// Where each of 32 numbers of 16 bits comes from: in turns from the first 16 and the last.
+// Interleaves the first 16 and the last 16 of 32 numbers of 16 bits.
 inline __m512i side_by_side() {
   Bits from;
   for (uint32_t i = 0; i < width; ++i) from[i] = i | (i + width) << 16;
@@ -38,7 +38,7 @@ inline __m512i side_by_side() {
 }
 #endif
 
-// A vector of what is multiplied.
+// A vector to multiply.
 template <class X>
 using Lanes = std::conditional_t<std::is_same_v<X, Two>, Bits, Floats>;
 
@@ -56,7 +56,7 @@ inline Floats add_product(Floats sum, Bits a, Bits b) {
 #endif
 }
 
-// body(0), body(1), and so on, where every number is a constant: what is indexed by it can stay in a register.
+// Calls body(0), body(1), ... with constants, so that what they index can stay in registers.
 template <class Body, int... I>
 [[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, I...>, Body&& body) {
   (body(std::integral_constant<int, I>{}), ...);
@@ -67,14 +67,14 @@ template <int Count, class Body>
   unrolled(std::make_integer_sequence<int, Count>{}, body);
 }
 
-// The same of all pairs of numbers.
+// The same for all pairs of numbers.
 template <int Count, int Heads, class Body>
 [[gnu::always_inline]] inline void for_all(Body&& body) {
   unrolled<Count>([&](auto i) { unrolled<Heads>([&](auto g) { body(i, g); }); });
 }
 
-// sums[i][g] += lanes(g) times number(i). Sums stay in registers; so do the lanes, or the numbers, whichever are fewer, and the others
-// pass through one more. Nothing is read twice.
+// sums[i][g] += lanes(g) times number(i). Sums stay in registers, and so does the smaller of lanes and numbers; the
+// other passes through one more register. Nothing is read twice.
 template <int Heads, int Count, class V, class LanesOf, class NumberOf>
 [[gnu::always_inline]] inline void add_products(LanesOf lanes, NumberOf number, Floats (&sums)[Count][Heads]) {
   if constexpr (Heads <= Count) {
@@ -94,7 +94,7 @@ template <int Heads, int Count, class V, class LanesOf, class NumberOf>
   }
 }
 
-// Slots whose scores are found at once, for `Heads` query heads of a group.
+// Slots scored at once, for `Heads` query heads of a group.
 template <int Heads>
 constexpr int slots_at_once = (registers == 32 ? 24 : 12) / Heads;
 
@@ -110,13 +110,13 @@ void dot_lanes(const X* q, int group, const X* const* keys, int dims, float* sco
   for_all<Count, Heads>([&](auto s, auto g) { store(scores + (int64_t{s} * group + g) * width, sums[s][g]); });
 }
 
-// Values of a slot that are added up at once: a power of two, at most value_pad.
+// Dims of a value added at once: a power of two, at most value_pad.
 template <int Heads>
 constexpr int values_at_once = registers == 32 ? (Heads == 1 ? 16 : Heads == 4 ? 4 : 8) : Heads == 1 ? 8 : Heads == 4 ? 2 : 4;
 constexpr int value_pad = 16;
 
-// sums[v][g] += weights[s][g] times values[s][v], over all slots, for `Heads` query heads.
-// weights: [slots, group, width]. values: [slots, stride]. sums: [values, group, width].
+// sums[v][g] += weights[s][g] times values[s][v], over all slots, for `Heads` query heads. weights: [slots, group,
+// width]. values: [slots, stride]. sums: [values, group, width].
 template <int Heads, int Count, class X>
 void add_lanes(const X* weights, int group, const X* values, int64_t stride, int slots, float* sums) {
   Floats total[Count][Heads];
@@ -129,7 +129,7 @@ void add_lanes(const X* weights, int group, const X* values, int64_t stride, int
   for_all<Count, Heads>([&](auto v, auto g) { store(sums + (int64_t{v} * group + g) * width, total[v][g]); });
 }
 
-// Lane j of every run of 2 `Half` lanes: from the runs' first halves, b's behind a's, or from their second ones.
+// Shuffles runs of 2 `Half` lanes: the first halves of a and b, or the second ones.
 template <int Half, bool Second, std::size_t... Lane>
 inline Bits swapped(Bits a, Bits b, std::index_sequence<Lane...>) {
   constexpr auto from = [](std::size_t lane) {
@@ -153,7 +153,7 @@ inline void swap_halves(Bits (&m)[width]) {
   }
 }
 
-// to[j][i] = from[i][j], for i and j below `width`; of anything of 32 bits.
+// Transposes: to[j][i] = from[i][j] for i and j below `width`, 32 bits each.
 template <class X>
 void turn(const X* from, int64_t from_stride, X* to, int64_t to_stride) {
   Bits m[width];
@@ -162,7 +162,7 @@ void turn(const X* from, int64_t from_stride, X* to, int64_t to_stride) {
   for (int i = 0; i < width; ++i) store(reinterpret_cast<Two*>(to + i * to_stride), m[i]);
 }
 
-// Weights of two slots, all of them finite, rounded to the nearest bfloat16, side by side.
+// Rounds the finite weights of two slots to nearest bfloat16, as pairs.
 inline Bits two(Floats first, Floats second) {
 #if KVDSL_TWO_BY_TWO
   const __m512bh one_behind_the_other = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));

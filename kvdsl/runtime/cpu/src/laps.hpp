@@ -1,4 +1,4 @@
-// Where a decode step's time goes.
+// Profile of a decode step.
 #pragma once
 
 #include <omp.h>
@@ -10,7 +10,7 @@ namespace kvdsl {
 enum class Stage { place, renew, look, choose, attend, finish };
 constexpr int stages = 6;
 
-// One thread's laps, added up at the end; nothing unless somebody asks.
+// One thread's times per stage, added up at the end if wanted.
 class Laps {
  public:
   explicit Laps(const DecodeArgs& args) : to_(args.seconds), last_(to_ ? omp_get_wtime() : 0) {}

@@ -1,9 +1,8 @@
-// Keys and values in fewer bits than the model's dtype has. A vector is a row of codes with its scales behind: kvdsl/interp/rounding.py
-// says what they mean, and kvdsl/runtime/state/packed.py how they lie. What is read of a row goes from registers into products; no
-// vector is written back.
+// Quantized keys and values. A vector is a row of codes followed by its scales: kvdsl/interp/rounding.py defines the
+// numbers, kvdsl/runtime/state/packed.py the format. Rows are dequantized in registers.
 //
-// In four bits a vector is turned by a Hadamard matrix, which changes no product: so the query is turned once, not each key, and of the
-// values their weighted sum is turned back.
+// In four bits, vectors are multiplied by a Hadamard matrix, which preserves products: so the query is transformed once
+// instead of every key, and the weighted sum of values is transformed back once.
 #pragma once
 
 #include <cfloat>
@@ -37,24 +36,24 @@ constexpr bool is_packed = has_row_scale<T> || std::is_same_v<T, Int4>;
 template <class T>
 constexpr int bits_of = std::is_same_v<T, Int4> ? 4 : 8 * static_cast<int>(sizeof(T));
 
-// Dims that share a scale in four bits.
+// Dims per scale in four bits.
 constexpr int scaled_together = 32;
 
-// The n-th of the scales that begin there.
+// Returns the n-th scale from there.
 inline float scale_at(const void* from, int n) {
   bf16 scale;
   std::memcpy(&scale, static_cast<const char*>(from) + 2 * n, sizeof(scale));
   return to_float(scale);
 }
 
-// The scale of a whole row; 1 where there is none.
+// Returns the scale of a whole row; 1 without one.
 template <class T>
 inline float row_scale(const void* row, int dim) {
   if constexpr (has_row_scale<T>) return scale_at(static_cast<const char*>(row) + dim, 0);
   return 1.0f;
 }
 
-// `width` bytes as integers of 32 bits. GCC takes one byte after the other where it is not told the instruction.
+// Converts `width` bytes to 32-bit integers. With the intrinsic, GCC does not go byte by byte.
 template <class Byte>
 inline auto widened(const void* from) {
 #if defined(__AVX2__) && !defined(__clang__)
@@ -80,7 +79,7 @@ inline auto widened(const void* from) {
 
 inline Floats floats_of(const Int8* from) { return __builtin_convertvector(widened<int8_t>(from), Floats); }
 
-// 2^120 moves the exponent's bias from 7 to 127, and normalises subnormals on the way.
+// 2^120 moves the exponent's bias from 7 to 127 and normalizes subnormals.
 inline Floats floats_of(const Float8* from) {
   const Bits x = widened<uint8_t>(from), bits = (x & 0x80u) << 24 | (x & 0x7Fu) << 20;
   return reinterpret_cast<Floats>(bits) * 0x1p120f;
@@ -89,7 +88,7 @@ inline Floats floats_of(const Float8* from) {
 inline Pair load_pair(const Int8* from) { return {floats_of(from), floats_of(from + width)}; }
 inline Pair load_pair(const Float8* from) { return {floats_of(from), floats_of(from + width)}; }
 
-// Element d of a row in four bits, scaled.
+// Returns element d of a four-bit row, scaled.
 inline float element(const void* row, int d, int dim) {
   const int start = d / scaled_together * scaled_together, left = dim - start;
   const int half = (left < scaled_together ? left : scaled_together) / 2, i = d - start;
@@ -98,12 +97,12 @@ inline float element(const void* row, int d, int dim) {
   return static_cast<float>(code) * scale_at(static_cast<const char*>(row) + dim / 2, d / scaled_together);
 }
 
-// Likewise dims d to d + pair, as far as the row has them, with zeros behind.
+// Returns elements d to d + pair of a four-bit row, scaled, zeros beyond its end.
 [[gnu::noinline]] inline void elements(const void* row, int d, int dim, float (&plain)[pair]) {
   for (int i = 0; i < pair; ++i) plain[i] = d + i < dim ? element(row, d + i, dim) : 0.0f;
 }
 
-// Dims d to d + pair of a row, as far as it has them, with zeros behind; without the scale of a whole row.
+// Returns elements d to d + pair of a row, zeros beyond its end, without the scale of a whole row.
 template <class T>
 inline Pair load_part(const void* row, int d, int dim) {
   if constexpr (std::is_same_v<T, Int4>) {
@@ -115,7 +114,7 @@ inline Pair load_part(const void* row, int d, int dim) {
   }
 }
 
-// Likewise, where the row has all of them.
+// The same if the row has all of them.
 template <class T>
 inline Pair load_whole(const void* row, int d, int dim) {
   if constexpr (std::is_same_v<T, Int4>) {
@@ -134,10 +133,10 @@ inline Pair load_whole(const void* row, int d, int dim) {
   }
 }
 
-// The largest power of two that divides the number of dims: so many of them a Hadamard matrix turns together.
+// Returns the size of the Hadamard matrix: the largest power of two that divides the dims.
 inline int turned_together(int dim) { return dim & -dim; }
 
-// Blocks of a vector times a Hadamard matrix of ones and minus ones.
+// Multiplies blocks of a vector by a Hadamard matrix of 1 and -1.
 [[gnu::noinline]] inline void hadamard(float* x, int n) {
   for (int apart = 1; apart < turned_together(n); apart *= 2) {
     for (int i = 0; i < n; i += 2 * apart) {
@@ -150,7 +149,7 @@ inline int turned_together(int dim) { return dim & -dim; }
   }
 }
 
-// A row as floats, in order; `to` has room for whole pairs of vectors.
+// Dequantizes a row to floats in order; `to` has room for whole pairs of vectors.
 template <class T>
 void unpack_row(const void* row, int n, float* to) {
   const Floats scale = splat(row_scale<T>(row, n));
@@ -166,14 +165,14 @@ void unpack_row(const void* row, int n, float* to) {
   }
 }
 
-// The magnitude that the largest code stands for, rounded up to bfloat16: the scale.
+// Returns the scale: the largest magnitude divided by the largest code, rounded up to bfloat16.
 inline float scale_of(float size, float largest) {
   const uint32_t bits = (bit_cast<uint32_t>(size / largest) + 0xFFFFu) & 0xFFFF0000u;
   const float scale = bit_cast<float>(bits);
   return scale > 0x1p-126f ? scale : 0x1p-126f;
 }
 
-// The scale, or NaN, and whether it is a number.
+// Returns the scale, or NaN, and whether it is finite.
 inline bool put_scale(float scale, float size, void* to) {
   const bool finite = size <= FLT_MAX;
   const bf16 bits{static_cast<uint16_t>(finite ? bit_cast<uint32_t>(scale) >> 16 : 0x7FC0u)};
@@ -181,7 +180,7 @@ inline bool put_scale(float scale, float size, void* to) {
   return finite;
 }
 
-// The nearest e4m3 number of one that is not larger than 448.
+// Rounds to the nearest e4m3, for magnitudes up to 448.
 inline uint8_t float8(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80u, size = bits & 0x7FFFFFFFu;
   const float magnitude = bit_cast<float>(size);
@@ -190,7 +189,7 @@ inline uint8_t float8(float x) {
   return static_cast<uint8_t>(sign | code);
 }
 
-// A vector as a row. work: [n].
+// Quantizes a vector to a row. work: [n].
 template <class T>
 void pack_stored(const float* x, int n, float* work, void* row) {
   uint8_t* const to = static_cast<uint8_t*>(row);
@@ -231,7 +230,7 @@ int64_t stored_bytes(int dim) {
   return std::is_same_v<T, Int4> ? dim / 2 + 2 * ((dim + scaled_together - 1) / scaled_together) : dim + 2;
 }
 
-// What rows of one kind can do, as `Dtype` for rows of the model's dtype; all vectors beside them are float32.
+// Operations on packed rows, like `Dtype`; other vectors are float32.
 struct Stored {
   bool turned;  // by a Hadamard matrix
   int64_t (*bytes)(int dim);
@@ -243,7 +242,7 @@ struct Stored {
   void (*unpack)(const void* row, int n, float* to);
 };
 
-// int8, int4, fp8: by `kv_dtype` of the arguments less 1.
+// int8, int4, fp8: index kv_dtype - 1.
 extern const Stored stored[3];
 
 }  // namespace kvdsl

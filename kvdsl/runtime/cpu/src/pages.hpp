@@ -1,6 +1,6 @@
-// Pages: tokens that lie together in the text. Of every page the smallest and the largest key are kept, dim by dim, from
-// which a query finds at most how well a key in it can match (Quest). A policy with pages evicts nothing (the compiler sees
-// to that), so the token at position p is in slot p, and what a page holds only ever grows.
+// Pages: ranges of the text. For every page the smallest and largest key are stored, dim by dim; from them a query
+// computes an upper bound of its product with any key in the page (Quest). The compiler ensures that a policy with
+// pages never evicts, so the token at position p is in slot p and pages only grow.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvdsl {
 
-// The bounds of a page, [2, dim]: the smallest, then the largest; after its first key, or one more.
+// Updates the bounds of a page, [2, dim] (smallest, largest), by its first or another key.
 template <class T>
 void bound_key(const void* key, int dim, bool first, void* bounds) {
   const T* const from = static_cast<const T*>(key);
@@ -33,7 +33,7 @@ inline Floats larger(Floats a, Floats b) {
   return a != a ? a : top;
 }
 
-// scores[g * stride] = the sum over dims of max(q * low, q * high); queries and bounds in pairs.
+// scores[g * stride] = sum over dims of max(q * low, q * high); queries and bounds in pairs.
 template <class T>
 void bound_scores(const void* bounds, int dim, const float* q, int64_t q_stride, int group, float* scores, int64_t stride) {
   const T* const low = static_cast<const T*>(bounds);

@@ -1,9 +1,8 @@
-// The queries of a prompt attend, and what they give the slots is folded into the policy's columns: in one pass, so that no
-// probability is computed twice. Where attention itself runs elsewhere, they are only observed. Nothing here is of the size of
-// queries x slots.
+// Prefill of a KV head: attention and observation in one pass, so that no probability is computed twice. If attention
+// runs elsewhere, queries are only observed. No buffer has the size of queries x slots.
 //
-// The work is cut into blocks of a KV head's queries. What they attend to, which takes nearly all of the time, is found by any
-// thread in any order, `width` queries at a time (lane_attention.hpp); it is folded block after block.
+// The work is split into blocks of a KV head's queries. Attention takes nearly all of the time and runs on any thread
+// in any order, `width` queries at a time (lane_attention.hpp). Blocks are folded into the columns in text order.
 #include <kvdsl/prompt.hpp>
 
 #include <atomic>
@@ -21,7 +20,7 @@ namespace kvdsl {
 
 namespace {
 
-// Which of the blocks that are folded is the next, for every KV head.
+// The next block to fold, for every KV head.
 class Turns {
  public:
   explicit Turns(int heads) : turn_(new (std::nothrow) std::atomic<int>[static_cast<std::size_t>(heads)]()) {}
@@ -43,7 +42,7 @@ class Turns {
 // A block of a KV head's queries.
 class PromptBlock : PromptHead {
  public:
-  // Queries `first` to `end` of KV head `number` of all rows' heads.
+  // Queries `first` to `end` of KV head `number`, counted over all rows.
   PromptBlock(const PromptHead& head, Products by, const TwoValues& values, int first, int end, Arena arena)
       : PromptHead(head), first_(first), end_(end), attention_(*this, by, values, arena) {
     state_ = args.state + int64_t{number} * args.slots;
@@ -58,7 +57,7 @@ class PromptBlock : PromptHead {
 
   int64_t bytes() const { return bytes_; }
 
-  // What the queries attend to, and what they give the slots; this is folded as soon as may_fold() says so, while it lies in caches.
+  // Attends, and folds while data is in caches if may_fold() allows it.
   template <class MayFold>
   void attend(MayFold may_fold) {
     const amx::Configured tiles(attention_.by() == Products::matrix);
@@ -71,14 +70,14 @@ class PromptBlock : PromptHead {
     }
   }
 
-  // The rest of what the queries give the slots.
+  // Folds the rest.
   void end_fold() {
     fold(end_);
     add_sums();
   }
 
  private:
-  // Each query before `to` that counts and was not folded yet, in the order of the text, into the columns.
+  // Folds each real query before `to` into the columns, in text order.
   void fold(int to) {
     if (folded_ == first_) begin_fold();
     for (; folded_ < to; ++folded_) {
@@ -95,10 +94,10 @@ class PromptBlock : PromptHead {
     set_sums_aside();
   }
 
-  // Where in the block the query is one of `width`: their slots begin at from_[that].
+  // For queries in groups of `width`: the group's slots begin at from_[group].
   int lanes_of(int t) const { return (t - first_) / width; }
 
-  // What a block of queries finds in the columns that add up: nothing.
+  // Sets the sums of earlier blocks aside, so that a block's own start at zero.
   void set_sums_aside() {
     for_sums([](float& column, float& sum) { sum = column, column = 0.0f; });
   }
@@ -117,7 +116,7 @@ class PromptBlock : PromptHead {
     }
   }
 
-  // Queries t to t + count; where they are observed, a lane each.
+  // Attends for queries t to t + count; if observed, one per lane.
   void attend(int t, int count, bool observed) {
     const int64_t place = t - kept_from_;
     const int begin = attention_.attend(t, count, observed, queries_ + place * args.group * args.key_dim);
@@ -160,9 +159,9 @@ class PromptBlock : PromptHead {
   }
 
   int first_, end_;
-  int folded_ = first_;     // the first query that is not folded yet
-  int kept_from_ = first_;  // whose are the first of the rows that are kept for it
-  int live_ = 0;            // slots that are held, up to the last query that was folded
+  int folded_ = first_;     // first query not folded yet
+  int kept_from_ = first_;  // query of the first stored row
+  int live_ = 0;            // live slots at the last folded query
   LaneAttention attention_;
   float* state_;
   int64_t column_stride_;
@@ -170,15 +169,15 @@ class PromptBlock : PromptHead {
   int64_t row_stride_;
   float* attn_;        // [query_block, row_stride]
   float* logit_;
-  float* sums_;        // [columns, slots] of the blocks before
+  float* sums_;        // [columns, slots] sums of earlier blocks
   int64_t bytes_;
-  int from_[query_block / width];  // of every `width` queries the first slot that any of them sees
+  int from_[query_block / width];  // first visible slot of every `width` queries
 };
 
-// The length of all numbers of [batch, heads, count, dim] as one vector; NaN where one is.
+// Returns the norm of all numbers in [batch, heads, count, dim]; NaN if one is NaN.
 float length_of(const DecodeArgs& args, const Dtype& dtype, const void* x, const int64_t (&stride)[3], int heads, int count,
                 int dim) {
-  constexpr int part = 256;  // vectors of a head that a thread takes at once
+  constexpr int part = 256;  // vectors of a head per task
   const int parts = (count + part - 1) / part;
   float total = 0;
 #pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(+ : total)
@@ -191,12 +190,12 @@ float length_of(const DecodeArgs& args, const Dtype& dtype, const void* x, const
   return std::sqrt(total);
 }
 
-// Whether no score and no sum of weighted values can be anything but finite, however they are computed.
+// Whether all logits and weighted sums are finite, in any order of computation.
 bool is_tame(const DecodeArgs& args, const Dtype& dtype) {
   const float query = length_of(args, dtype, args.query, args.query_stride, args.kv_heads * args.group, args.tokens, args.key_dim);
   const float key = length_of(args, dtype, args.key, args.key_stride, args.kv_heads, args.slots, args.key_dim);
   const float value = length_of(args, dtype, args.value, args.value_stride, args.kv_heads, args.slots, args.value_dim);
-  // No product of two vectors is beyond that of their lengths.
+  // Cauchy-Schwarz: a product is at most the product of the norms.
   return query * key * std::fabs(args.scale) < FLT_MAX / 2 &&
          value * static_cast<float>(args.slots) * most_weight < FLT_MAX / 2;
 }
@@ -212,7 +211,7 @@ int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps
   const int64_t workspace = PromptBlock({args, prompt, steps, 0}, by, values, 0, 0, Arena(nullptr)).bytes();
   Turns turns(heads);
   if (!values || !turns) return out_of_memory;
-  const int observed = (prompt.first - begin) / query_block;  // the first block that is folded
+  const int observed = (prompt.first - begin) / query_block;  // first block to fold
   std::atomic<int> taken{0};
   int status = ok;
 #pragma omp parallel num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
@@ -221,7 +220,7 @@ int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps
     for (int task = 0; task < heads * values.rounds(); ++task) {
       values.read({args, prompt, steps, task / values.rounds()}, task % values.rounds());
     }
-    // Blocks are taken in the order of the text, so that whoever waits for its turn waits for a thread that is at work.
+    // Blocks start in text order, so a thread that waits for its turn waits for a running one.
     for (int task; (task = taken.fetch_add(1)) < heads * blocks;) {
       const int head = task % heads, number = task / heads, first = begin + number * query_block;
       const int end = args.tokens - first < query_block ? args.tokens : first + query_block;

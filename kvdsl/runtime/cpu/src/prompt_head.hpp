@@ -1,4 +1,4 @@
-// A KV head of a prompt's row: where what is told of the prompt has what is its own.
+// A KV head of a row in a prompt: pointers to its parts of the arguments.
 #pragma once
 
 #include <climits>
@@ -12,15 +12,15 @@ struct PromptHead {
   const DecodeArgs& args;
   const PromptArgs& prompt;
   const Steps& steps;
-  int number;  // of all rows' heads
+  int number;  // over all rows
   int row = number / args.kv_heads, head = number % args.kv_heads;
-  int cached = args.slots - args.tokens;  // slots in front of the new tokens'
+  int cached = args.slots - args.tokens;  // slots before the new tokens'
   const int32_t* position = args.position + int64_t{number} * args.slots;
-  int begin = first_of_text();  // the first slot that is not padding
+  int begin = first_of_text();  // first slot that is not padding
 
   int newest(int t) const { return prompt.newest[int64_t{row} * args.tokens + t]; }
 
-  // The lowest position that a query sees; nothing is as high as what padding sees.
+  // Returns the lowest position that a query sees; for padding, above all positions.
   int oldest_of(int newest) const {
     if (newest < 0) return INT_MAX;
     return args.window > 0 && newest >= args.window ? newest - args.window + 1 : 0;
@@ -40,7 +40,7 @@ struct PromptHead {
     return slot;
   }
 
-  // The rows of the slots from one on.
+  // Returns the rows of slots from `first` on.
   Layout layout(const void* base, const int64_t (&stride)[3], int from) const {
     return {const_cast<char*>(at(base, stride, head, from)), stride[2] * steps.dtype->size};
   }

@@ -1,10 +1,10 @@
-// Compact positions. A cached key stays as it was rotated at its place in the text, but scores are to be as if it stood at
-// its rank among the live slots, and the query at its own token's. A rotary score depends only on how far the two are
-// apart (Su et al. 2021, "RoFormer", eq. 16): so the key must come nearer by as many positions as were evicted between
-// them, or the query go to meet it. Which of both is turned on its way to the dot product; nothing is stored.
+// Compact positions. A cached key keeps its rotation by text position, but scores must be as if it were at its rank
+// among the live slots and the query at its own token's rank. A rotary score depends only on the distance (Su et al.
+// 2021, "RoFormer", eq. 16). So either the key or the query is rotated by the number of tokens evicted between them, on
+// its way to the dot product; nothing is stored.
 //
-// Or, under `rope cached`, a key's rotated dims are kept a second time, a quarter of a turn further (EQUIP, section 4.3), so that a
-// turned key is a sum, key cos + half sin (equation 11), of which no product crosses a pair.
+// Under `rope cached`, a key's rotary dims are also stored rotated by a quarter turn (EQUIP, section 4.3). A rotated
+// key is then key cos + half sin (equation 11), without products across pairs.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,19 @@
 
 namespace kvdsl {
 
-// How a layer rotates: cosines and sines of every pair's angle for a turn of any length, in two factors that stay in the
-// cache: turns of 0 .. near_turns - 1 positions, and of whole multiples of near_turns.
+// A layer's rotation: cosines and sines of every pair's angle for any shift, in two tables that fit the cache: shifts
+// of 0 .. near_turns - 1 positions, and multiples of near_turns.
 constexpr int near_turns = 128;
 
 struct Rope {
   const float* near;  // [near_turns, 2, pairs] cosines, then sines
-  const float* far;   // [longest turn / near_turns + 1, 2, pairs]
-  int pairs;          // rotated are the dims offset .. offset + 2 pairs
+  const float* far;   // [longest shift / near_turns + 1, 2, pairs]
+  int pairs;          // rotated dims are offset .. offset + 2 pairs
   int offset;
-  bool interleaved;  // a pair is (2i, 2i + 1), not (i, i + pairs)
+  bool interleaved;  // pairs are (2i, 2i + 1), not (i, i + pairs)
 };
 
-// Turns x, in order, by so many positions; forwards if the sign is 1, backwards if it is -1.
+// Rotates x, in order, by a number of positions; sign 1 is forwards, -1 backwards.
 template <bool interleaved>
 inline void turn_pairs(float* x, int by, float sign, const Rope& rope) {
   const int pairs = rope.pairs;
@@ -52,7 +52,7 @@ inline void turn_pairs(float* x, int by, float sign, const Rope& rope) {
   else turn_pairs<false>(x, by, sign, rope);
 }
 
-// The same, given the rotated dims a quarter of a turn further, in order.
+// The same, given the rotary dims rotated by a quarter turn.
 template <bool interleaved>
 inline void add_halves(float* x, const float* half, int by, const Rope& rope) {
   const int pairs = rope.pairs;
@@ -72,7 +72,7 @@ inline void add_halves(float* x, const float* half, int by, const Rope& rope) {
   }
 }
 
-// The rotated dims of a key a quarter of a turn further, (a, b) -> (-b, a): [2 pairs], exact.
+// Rotates a key's rotary dims by a quarter turn, (a, b) -> (-b, a): [2 pairs], exact.
 template <class T>
 void turn_quarter(const void* key, const Rope& rope, void* half) {
   const T* const from = static_cast<const T*>(key) + rope.offset;
@@ -84,7 +84,7 @@ void turn_quarter(const void* key, const Rope& rope, void* half) {
   }
 }
 
-// A row of n as floats, in order; `to` has room for whole pairs of vectors.
+// Reads a row of n as floats in order; `to` has room for whole pairs of vectors.
 template <class T>
 inline void widen(const T* row, int n, float* to) {
   int d = 0;
@@ -104,7 +104,8 @@ inline void widen(const T* row, int n, float* to) {
   }
 }
 
-// Rows as floats, in order, each turned by `by[r]`: to[r * stride ..]. `halves` are theirs, or null; `half` has room for one.
+// Reads rows as floats in order, each rotated by `by[r]`, to to[r * stride ..]. `halves`: their halves or null; `half`
+// has room for one.
 template <class T>
 void turn_rows(const void* const* rows, const void* const* halves, int count, int n, const int32_t* by, const Rope& rope,
                float* half, float* to, int64_t stride) {

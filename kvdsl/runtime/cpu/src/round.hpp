@@ -1,6 +1,6 @@
-// The keys and values of some slots in the form in which they are multiplied by what queries have in lanes: numbers one by one; in
-// bfloat16 two by two, or many by a matrix unit, where there are such instructions. They are brought into it once for many queries:
-// values in bfloat16 for all of a prompt's, the rest for a block of them.
+// Keys and values of a round of slots in the form for products with queries in lanes: numbers one by one; in bfloat16
+// as pairs, or many for a matrix unit, if there are such instructions. Conversion happens once for many queries: values
+// in bfloat16 once per prompt, the rest once per block of queries.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kvdsl {
 
-// How products are found.
+// How products are computed.
 enum class Products { floats, pairs, matrix };
 
 inline Products products_by(const DecodeArgs& args, const Steps& steps) {
@@ -24,15 +24,15 @@ inline Products products_by(const DecodeArgs& args, const Steps& steps) {
   return two_by_two && args.key_dim % 2 == 0 ? Products::pairs : Products::floats;
 }
 
-// Slots whose scores are found together keep the registers full of sums.
+// Slots scored together, enough to fill the registers with sums.
 constexpr int slot_tile = 24;
 
-// Slots of a round: with their weights, keys and values stay in the first-level cache while all queries of a block meet them.
+// Slots per round: with their weights, keys and values stay in the L1 cache while all queries of a block use them.
 constexpr int slots_of_round(Products by) { return by == Products::matrix ? amx::rows_at_once : 2 * slot_tile; }
 constexpr int longest_round = amx::rows_at_once;
 
-// The values of all KV heads' slots in bfloat16: [slots / 2, value_stride] those of two slots side by side; for the matrix unit
-// [value_stride, slots / 2], with slots in order. They lie round by round, the first of which begins with the row's text.
+// Values of all KV heads in bfloat16: [slots / 2, value_stride] as pairs of two slots; for the matrix unit
+// [value_stride, slots / 2] with slots in order. Stored by rounds; the first begins with the row's text.
 class TwoValues {
  public:
   TwoValues(const DecodeArgs& args, Products by, int heads)
@@ -43,10 +43,10 @@ class TwoValues {
   explicit operator bool() const { return memory_ != nullptr; }
   int rounds() const { return rounds_; }
 
-  // A round, whose first slot this is.
+  // Returns the round that begins with this slot.
   const Two* round(const PromptHead& head, int from) const { return place(head, (from - head.begin) / size_); }
 
-  // Brings the n-th round of a KV head into form.
+  // Converts the n-th round of a KV head.
   void read(const PromptHead& head, int n) const {
     const int first = head.begin + n * size_, pairs = size_ / 2;
     Two* const to = place(head, n);
@@ -64,7 +64,7 @@ class TwoValues {
   int64_t of_round() const { return size_ / 2 * stride_; }
   Two* place(const PromptHead& head, int n) const { return memory_.get() + (int64_t{head.number} * rounds_ + n) * of_round(); }
 
-  // `width` numbers of a slot and the next, from dim d on; zeros where there are none.
+  // Returns `width` numbers of a slot and the next one, from dim d on; zeros beyond the end.
   void side_by_side(const PromptHead& head, int slot, int d, Two* to) const {
     const int dims = slot >= slots_ ? 0 : dims_ - d < width ? dims_ - d : width;
     const bool both = slot + 1 < slots_;
@@ -76,13 +76,13 @@ class TwoValues {
   }
 
   Products by_;
-  int size_;        // slots of a round
-  int64_t stride_;  // numbers of a value, with zeros behind
+  int size_;        // slots per round
+  int64_t stride_;  // dims of a value, padded
   int slots_, dims_, rounds_;
   std::unique_ptr<Two[]> memory_;
 };
 
-// A round of them.
+// Keys and values of one round.
 struct TwoRound {
   const Two* first = nullptr;
   int slots = 0;
@@ -90,23 +90,23 @@ struct TwoRound {
 
 class Round {
  public:
-  // values: null where nobody asks for them.
+  // values: null if not needed.
   Round(const PromptHead& head, Products by, const TwoValues* values, Arena& arena)
       : of_(head), args_(head.args), by_(by), two_values_(values), size_(slots_of_round(by)),
         dim_stride_(round_up(args_.key_dim, pair)), value_stride_(round_up(args_.value_dim, value_pad)) {
     keys_ = arena.take<float>(by == Products::floats ? size_ * dim_stride_ : 0);
     rows_ = arena.take<bf16>(by == Products::matrix ? size_ * int64_t{args_.key_dim} : 0);
-    // A row is converted in whole pairs, which reach into the next row, or behind the last one.
+    // Rows are converted in whole pairs, which reach into the next row or beyond the last one.
     values_ = arena.take<float>(values && by == Products::floats ? size_ * value_stride_ + pair : 0);
   }
 
-  // Numbers of a value, with zeros behind.
+  // Dims of a value, padded.
   int64_t value_stride() const { return value_stride_; }
 
-  // Slots whose scores `dot` finds, the last of them perhaps behind the round's end.
+  // Slots scored by `dot`, perhaps beyond the round's end.
   int scored() const { return static_cast<int>(round_up(slots_, by_ == Products::matrix ? size_ : slot_tile)); }
 
-  // Brings `slots` slots from one on into form.
+  // Converts `slots` slots from one on.
   void read(int from, int slots) {
     from_ = from, slots_ = slots;
     switch (by_) {
@@ -116,7 +116,8 @@ class Round {
     }
   }
 
-  // scores[slot][g][lane] = queries times keys. queries: floats [group, key_dim, width], or bf16 [group, key_dim / 2, width, 2].
+  // scores[slot][g][lane] = queries times keys. queries: floats [group, key_dim, width], or bf16 [group, key_dim / 2,
+  // width, 2].
   void dot(const void* queries, float* scores) const {
     switch (by_) {
       case Products::floats: return dot_tiles(static_cast<const float*>(queries), args_.key_dim, scores);
@@ -127,10 +128,10 @@ class Round {
 
   TwoRound values() const { return {two_values_->round(of_, from_), slots_}; }
 
-  // out[v][g][lane] += the sum of weights times values. weights: [slots, group, width].
+  // out[v][g][lane] += sum of weights times values. weights: [slots, group, width].
   void add(const float* weights, float* out) const { add_tiles(weights, added_.first, added_.stride, slots_, out); }
 
-  // The same of a round in bfloat16. weights: those of two slots side by side, bf16 [slots / 2, group, width, 2].
+  // The same in bfloat16. weights: pairs of two slots, bf16 [slots / 2, group, width, 2].
   void add(const TwoRound& values, const Two* weights, float* out) const {
     if (by_ == Products::pairs) add_tiles(weights, values.first, value_stride_, (values.slots + 1) / 2, out);
     else add_matrix(values, weights, out);
@@ -160,7 +161,7 @@ class Round {
     for (int s = 0; s < scored(); ++s) key_[s] = of_.key_of(from_ + (s < slots_ ? s : slots_ - 1));
   }
 
-  // Keys are read as they lie; the last ones, behind which memory may end, in a copy.
+  // Keys are read in place; the last ones, beyond which memory may end, from a copy.
   void read_rows() {
     const std::size_t bytes = sizeof(bf16) * static_cast<std::size_t>(args_.key_dim);
     if (from_ + size_ <= args_.slots) {
@@ -232,17 +233,17 @@ class Round {
   const DecodeArgs& args_;
   Products by_;
   const TwoValues* two_values_;
-  int size_;             // slots that there is room for
+  int size_;             // capacity in slots
   int64_t dim_stride_, value_stride_;
   int from_ = 0, slots_ = 0;
-  const void* key_[longest_round];  // where every slot's key lies; behind the last one the last one
-  float* keys_;          // [size, dim_stride] copies, where they are not floats already
+  const void* key_[longest_round];  // each slot's key; beyond the last slot, the last key
+  float* keys_;          // [size, dim_stride] copies, if they are not floats already
   amx::Rows left_;       // or the first of them,
   bf16* rows_;           // [size, key_dim] perhaps in a copy
   struct {
     const float* first;
     int64_t stride;
-  } added_{};            // values as floats, one row after the other: where they lie, or
+  } added_{};            // values as floats, row by row: in place, or
   float* values_;        // [size, value_stride] copies
 };
 

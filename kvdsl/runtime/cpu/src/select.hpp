@@ -1,5 +1,5 @@
-// What a query attends to, of all that is cached: it grades the slots by something cheap, and the highest are found without
-// sorting. Attention then reads their keys and values where they lie.
+// Selection: a query ranks slots by something cheap and finds the highest without sorting. Attention then reads their
+// keys and values in place.
 #pragma once
 
 #include <climits>
@@ -29,7 +29,7 @@ inline int count_of(int n, Value value) {
   return total;
 }
 
-// The k-th highest, bit by bit, and how many are higher.
+// Returns the k-th highest grade, found bit by bit, and how many are higher.
 inline Grade kth_highest(const Grade* grades, int n, int k, int& higher) {
   Grade low = below_all, high = above_all;
   higher = 0;
@@ -46,7 +46,7 @@ inline Grade kth_highest(const Grade* grades, int n, int k, int& higher) {
   return low;
 }
 
-// Among those of one grade, the tie that the k highest ties reach down to.
+// Returns the lowest tie among the k highest ties of one grade.
 inline int kth_tie(const Grade* grades, const int32_t* ties, int n, Grade level, int k) {
   int low = 0, high = INT_MAX;
   while (low < high) {
@@ -57,7 +57,8 @@ inline int kth_tie(const Grade* grades, const int32_t* ties, int n, Grade level,
   return low;
 }
 
-// The indices of all of at least this grade, in order; returns how many. `to` has room for a vector more.
+// Writes the indices of all slots of at least this grade, in order; returns their number. `to` has room for one more
+// vector.
 inline int collect(const Grade* grades, int n, Grade least, int32_t* to) {
   int found = 0;
   for (int i = 0; i < n; i += width) {
@@ -74,7 +75,7 @@ inline int collect(const Grade* grades, int n, Grade least, int32_t* to) {
   return found;
 }
 
-// A grade that at least k reach, and not many more do: of so many maxima of disjoint sets the k-th highest.
+// Returns a lower bound of the k-th highest grade: the k-th highest of maxima of disjoint sets.
 inline Grade reached_by(const Grade* grades, int n, int k, Grade* maxima) {
   const int vectors = n / width;
   int per_set = n / (2 * k);
@@ -95,7 +96,7 @@ inline Grade reached_by(const Grade* grades, int n, int k, Grade* maxima) {
   return reached > below_all ? reached : below_all + 1;
 }
 
-// Where a choice is made: grades padded to whole vectors with below_all.
+// Grades of candidates, padded to whole vectors with below_all.
 struct Ballot {
   Grade* grades;
   Grade* maxima;
@@ -103,8 +104,8 @@ struct Ballot {
   Grade* candidate_grades;
   int32_t* candidate_ties;
 
-  // The indices of the k highest of n, of equals those with the higher tie (null: the higher index), and of all that are
-  // above_all; in order. Returns how many.
+  // Writes the indices of the k highest of n (among equals, of the higher tie; null: the higher index) and of all that
+  // are above_all, in order. Returns their number.
   int choose(const int32_t* ties, int n, int k, int32_t* chosen) const {
     const Grade* const all = grades;
     if (count_of(n, [=](int i) { return all[i] != below_all; }) <= k) return collect(grades, n, below_all + 1, chosen);
@@ -129,7 +130,7 @@ struct Ballot {
 
 // -- one head's choice ------------------------------------------------------------------------------------------------
 
-// The sum or mean of a group's queries.
+// Returns the sum or mean of a group's queries.
 inline void reduce_queries(Group how, const float* queries, int group, int dim, float* reduced) {
   for (int d = 0; d < dim; ++d) {
     float total = queries[d];
@@ -138,28 +139,28 @@ inline void reduce_queries(Group how, const float* queries, int group, int dim, 
   }
 }
 
-// What a choice is made in.
+// Working memory of a selection.
 struct ChoiceWork {
-  int choices;             // 1, or one for each query head
-  int32_t* wanted;         // [choices] how many slots or pages are chosen
+  int choices;             // 1, or one per query head
+  int32_t* wanted;         // [choices] slots or pages to select
   int64_t padded;          // slots, padded
   int chunks, chunk;       // as in Workspace
   int64_t query_stride;
-  float* query;            // [group, query_stride] what grades the slots: in pairs, or over the sketch's dims in their order
-  float* plain;            // [key_dim] the group's queries as one
+  float* query;            // [group, query_stride] the queries that rank slots: in pairs, or at the sketch's dims in order
+  float* plain;            // [key_dim] the group's queries reduced
   float* by;               // [padded]
-  float* asked;            // [padded] what the head votes with; nothing where heads choose by themselves, nor is the next
-  float* voted;            // [padded] what came of it
-  float* of_head;          // [group, padded] of query heads that are asked one by one
-  float* dims;             // [key_dim] what grades the dims
+  float* asked;            // [padded] this head's vote; unused, like the next, if heads select separately
+  float* voted;            // [padded] the result of the vote
+  float* of_head;          // [group, padded] ranks by query head, if computed separately
+  float* dims;             // [key_dim] ranks of dims
   float* scores;           // [chunks, group, block]
-  char* edge;              // [2, key_dim] the bounds of a page of which a query sees a part
+  char* edge;              // [2, key_dim] bounds of a page that is visible in part
   int32_t* chosen;         // [padded]
   int32_t* chosen_pages;
-  int32_t* own;            // [padded] what a query head has chosen,
-  uint8_t* marks;          // [choices, padded] the same of all of them,
-  int32_t* visible;        // [choices, padded] and which of those that any has chosen: masks; nothing where there is one choice
-  Ballot ballot;           // the first one's; those of the others have their grades behind
+  int32_t* own;            // [padded] a query head's selection,
+  uint8_t* marks;          // [choices, padded] marks of all selections,
+  int32_t* visible;        // [choices, padded] and masks over slots that any head selected; unused with one choice
+  Ballot ballot;           // for the first choice; the grades of the others follow
 
   ChoiceWork(const DecodeArgs& args, const Steps& steps, int chunk_size, int chunk_count, Arena& arena)
       : choices(steps.group == Group::each ? args.group : 1), chunks(chunk_count), chunk(chunk_size),
@@ -190,7 +191,7 @@ struct ChoiceWork {
   }
 };
 
-// What one KV head attends to. Between begin() and choose(), every chunk is renewed if that is due, and looked at.
+// The selection of one KV head. Between begin() and choose(), every chunk is renewed if due, and ranked.
 class Choice {
  public:
   Choice(const DecodeArgs& args, const Steps& steps, const ChoiceWork& work, const float* ones, int number)
@@ -198,16 +199,15 @@ class Choice {
     if (args.sketch) sketch_ = args.sketch + int64_t{number} * args.sketch_width;
   }
 
-  // After a token was placed. The query sees what `query` says; `pairs` is the same in pairs. `anew`: what is kept beside the
-  // keys must be made from them.
-  void begin(const Query& query, const float* pairs, int slot, bool anew) {
+  // Begins after a token was placed. `pairs` is `query` in pairs. `renew`: rebuild what is derived from the keys.
+  void begin(const Query& query, const float* pairs, int slot, bool renew) {
     query_ = query;
     pairs_ = pairs;
-    anew_ = anew;
+    renewing_ = renew;
     page_ = how_.page(query);
     if (sketch_) refresh();
-    if (has_tiles() && !anew_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
-    if (has_bounds() && !anew_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
+    if (has_tiles() && !renewing_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
+    if (has_bounds() && !renewing_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
     int least = INT_MAX;
     for (int c = 0; c < work_.choices; ++c) {
       const int tokens = how_.tokens(several() ? alone(query, c) : query), units = page_ > 0 ? tokens / page_ : tokens;
@@ -217,10 +217,10 @@ class Choice {
     choosing_ = least < (how_.by == By::page_bound ? pages() : query.live) && !args_.taken;
   }
 
-  // Finds what the head votes with, where the heads of a layer choose together.
+  // Computes the head's vote, if the layer's heads select together.
   void ask() { find(query_, work_.asked); }
 
-  // What the heads find at every slot, reduced. count: how many there are.
+  // Reduces the votes of `count` heads at every slot.
   template <class Heads>
   void hear(const Heads& heads, int count) {
     for (int i = 0; i < args_.slots; ++i) {
@@ -236,16 +236,16 @@ class Choice {
   const float* asked() const { return work_.asked; }
 
   bool choosing() const { return choosing_; }
-  bool renewing() const { return anew_; }
+  bool renewing() const { return renewing_; }
   int count() const { return count_; }
   const int32_t* chosen() const { return work_.chosen; }
   int choices() const { return work_.choices; }
-  // Masks, [choices, padded], of what each query head has chosen of all that is chosen; null where there is one choice.
+  // Returns masks, [choices, padded], of each query head's selection within the union; null with one choice.
   const int32_t* visible() const { return several() ? work_.visible : nullptr; }
   int64_t padded() const { return work_.padded; }
   float* spare() const { return work_.by; }
 
-  // What is chosen in any case.
+  // Protects what is always selected.
   void always(Head& head) {
     how_.always(head);
     first_ = head.kept_up_to();
@@ -253,7 +253,7 @@ class Choice {
     if (how_.by == By::sketch_dot || how_.by == By::dot) set_query();
   }
 
-  // Makes a chunk of what is kept beside the keys.
+  // Rebuilds a chunk of what is derived from the keys.
   void renew(int chunk) {
     if (has_tiles()) {
       const int end = end_of(chunk);
@@ -274,7 +274,7 @@ class Choice {
     else if (how_.by != By::expression) look_at_slots(chunk);
   }
 
-  // Chooses, once all are ranked.
+  // Selects, once all chunks are ranked.
   void choose() {
     if (!several()) {
       count_ = choose_for(0, work_.chosen);
@@ -288,7 +288,7 @@ class Choice {
     unite(work_.marks, work_.padded);
   }
 
-  // Marks what was chosen, of slots of which none is marked: [choices, slots].
+  // Marks selected slots: [choices, slots], zeros before.
   void make(uint8_t* marks) const {
     for (int i = 0; i < count_ && !several(); ++i) marks[work_.chosen[i]] = 1;
     for (int c = 0; c < work_.choices && several(); ++c) {
@@ -296,14 +296,14 @@ class Choice {
     }
   }
 
-  // The same where that is all that the query sees.
+  // The same if every visible slot is selected.
   void make_all(uint8_t* marks) const {
     for (int c = 0; c < work_.choices; ++c, marks += args_.slots) {
       for (int i = 0; i < args_.slots; ++i) marks[i] = query_.position[i] >= query_.oldest;
     }
   }
 
-  // Chooses what is marked.
+  // Selects marked slots.
   void take(const uint8_t* marks) {
     if (several()) return unite(marks, args_.slots);
     count_ = 0;
@@ -316,7 +316,7 @@ class Choice {
  private:
   bool several() const { return work_.choices > 1; }
 
-  // Whether the query heads' products are reduced, or none of both, and not their queries.
+  // Whether ranks are computed per query head: their queries cannot be reduced first.
   bool apart() const { return group_ == Group::max || group_ == Group::each; }
 
   Ballot ballot_of(int choice) const {
@@ -325,14 +325,14 @@ class Choice {
     return own;
   }
 
-  // The policy's expression, as the query heads find it together or one by one.
+  // Evaluates the policy's expression, for the group or per query head.
   void find(const Query& asking, float* by) const {
     if (!how_.alone || asking.group == 1) return how_.expression(asking, by);
     for (int g = 0; g < asking.group; ++g) how_.expression(alone(asking, g), work_.of_head + g * work_.padded);
     reduction(group_)(work_.of_head, work_.padded, asking.group, ones_, 0, args_.slots, by);
   }
 
-  // What one query head, or all together, choose; returns how many.
+  // Selects for one query head or the group; returns the number of slots.
   int choose_for(int choice, int32_t* chosen) {
     const Ballot ballot = ballot_of(choice);
     if (how_.by == By::expression) {
@@ -349,7 +349,7 @@ class Choice {
     return ballot.choose(query_.position, padded(args_.slots), work_.wanted[choice], chosen);
   }
 
-  // Chooses what is marked for any query head, [choices, stride], and notes for which.
+  // Selects what is marked for any query head, [choices, stride], and stores for which.
   void unite(const uint8_t* marks, int64_t stride) {
     count_ = 0;
     for (int i = 0; i < args_.slots; ++i) {
@@ -390,7 +390,8 @@ class Choice {
 
   static int padded(int n) { return static_cast<int>(round_up(n, block)); }
 
-  // The sketch's dims are found anew at every so many queries after the prompt's last, and at the first where there was no prompt.
+  // The sketch is chosen again at every `every`-th query after the prompt's last one, and at the first without a
+  // prompt.
   void refresh() {
     query_.sketch = sketch_;
     query_.dims = 0;
@@ -399,10 +400,10 @@ class Choice {
     if (query_.newest > 0 && behind % how_.sketch_every(query_) != 0) return;
     how_.sketch(query_, work_.dims);
     find_dims(work_.dims, args_.key_dim, query_.dims, args_.sketch_width, sketch_);
-    anew_ = true;
+    renewing_ = true;
   }
 
-  // Products are linear: where the group's are added up, its queries may be, before.
+  // Products are linear: if they are added over the group, the queries can be added first.
   void set_query() {
     const int heads = apart() ? args_.group : 1, dim = args_.key_dim;
     for (int h = 0; h < heads; ++h) {
@@ -475,7 +476,7 @@ class Choice {
     for (int slot = first; slot <= last_seen(page); ++slot) dtype_.bounds.add(key(slot), args_.key_dim, slot == first, to);
   }
 
-  // Of a page that has left the window in part, the bounds of the rest are found now.
+  // If the window covers a page in part, its bounds are computed from the visible tokens.
   const char* seen_bounds(int page) const {
     if (first_seen(page) == page * page_ || first_seen(page) > last_seen(page)) return bounds(page);
     bound(page, query_.oldest, work_.edge);
@@ -487,7 +488,7 @@ class Choice {
     return first_seen(page) <= first_ || last_seen(page) >= last_ ? above_all : own;
   }
 
-  // Of tokens that lie anywhere: a page grades by the best of them.
+  // Slots of a page may lie anywhere: a page ranks by its best token.
   int choose_scattered_pages(const Ballot& ballot, int wanted, int32_t* chosen) const {
     const Pages pages = query_.pages(page_, how_.page_after(query_));
     const int count = static_cast<int>(pages.place.size());
@@ -531,9 +532,9 @@ class Choice {
   int32_t* sketch_ = nullptr;
   Query query_{};
   const float* pairs_ = nullptr;
-  bool anew_ = false, choosing_ = false;
+  bool renewing_ = false, choosing_ = false;
   int page_ = 0, count_ = 0;
-  int first_ = -1, last_ = INT_MAX;  // positions up to the one and from the other on are chosen in any case
+  int first_ = -1, last_ = INT_MAX;  // positions up to first_ and from last_ on are always selected
 };
 
 }  // namespace kvdsl

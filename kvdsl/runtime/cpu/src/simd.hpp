@@ -1,5 +1,4 @@
-// The vector of floats that the kernels compute with, through the compiler's vector extensions: the same source serves
-// AVX-512, AVX2, NEON and plain SSE.
+// The vector of floats, by compiler vector extensions: the same source serves AVX-512, AVX2, NEON and plain SSE.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +28,7 @@ typedef float Floats __attribute__((vector_size(width * 4)));
 typedef int32_t Ints __attribute__((vector_size(width * 4)));
 typedef uint32_t Bits __attribute__((vector_size(width * 4)));
 
-// x - 0 is x, also for -0: no instruction is left but the load that spreads it out. 0 + x would be an addition.
+// x - 0 equals x, also for -0, so only the broadcast load remains. 0 + x would compile to an addition.
 inline Floats splat(float x) { return x - Floats{}; }
 
 // A vector at any address.
@@ -44,7 +43,7 @@ inline void store(float* to, Floats v) {
   *reinterpret_cast<Unaligned*>(to) = v;
 }
 
-// Loads v once, for all its uses: left alone, GCC prefers to read memory again in every multiplication.
+// Loads v once for all uses. Without this, GCC reads memory again for every multiplication.
 template <class V>
 inline V once(V v) {
 #if defined(__x86_64__)
@@ -53,9 +52,9 @@ inline V once(V v) {
   return v;
 }
 
-// Kernels take 2 * width elements at a time, as floats. The order within is the dtype's own: bf16 comes as its even and
-// its odd elements, which costs one shift and one mask where consecutive ones would have to be spread out first. Sums
-// over all elements do not care; place_of() undoes it.
+// Kernels load 2 * width elements at a time as floats. The order inside a pair depends on the dtype: bf16 yields its
+// even and its odd elements, at the cost of a shift and a mask. Sums over all elements do not depend on the order;
+// place_of() restores it.
 struct Pair {
   Floats a, b;
 };
@@ -68,7 +67,7 @@ inline Pair load_pair(const bf16* from) {
   return {reinterpret_cast<Floats>(both << 16), reinterpret_cast<Floats>(both & 0xFFFF0000u)};
 }
 
-// Half precision has no portable spelling, and <immintrin.h> takes longer to read than all of these headers.
+// Half precision has no portable intrinsics, and including <immintrin.h> takes longer than all of these headers.
 inline Floats load_halves(const f16* from) {
 #if defined(__AVX512F__)
   typedef int16_t Halves __attribute__((vector_size(32)));
@@ -85,7 +84,7 @@ inline Floats load_halves(const f16* from) {
 
 inline Pair load_pair(const f16* from) { return {load_halves(from), load_halves(from + width)}; }
 
-// The first n elements of a pair, if there are fewer: a row's tail, with zeros behind. Never reads past the row.
+// Loads the first n elements of a pair, padded with zeros: a row's tail. Never reads beyond the row.
 template <class T>
 inline Pair load_pair(const T* from, int n) {
   if (n >= pair) return load_pair(from);
@@ -96,7 +95,7 @@ inline Pair load_pair(const T* from, int n) {
   return load_pair(padded);
 }
 
-// Where element d lies when the pairs of a row are stored one after the other.
+// Returns where element d lies in a row stored as pairs.
 template <class T>
 constexpr int place_of(int d) {
   if (!std::is_same_v<T, bf16>) return d;
@@ -107,7 +106,7 @@ inline Floats load(const float* from) { return load_as<Floats>(from); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
+// e^x to about 1 ulp, for float and Floats. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
 template <class F, class U>
 inline F exp_of(F x) {
   const F clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
@@ -121,8 +120,8 @@ inline F exp_of(F x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^(n-1), then doubled, so that n = 128 does not overflow before the last step. Unsigned, since a very negative x has bits
-  // shifted out of the word; its result is not used.
+  // 2^(n-1), then doubled, so that n = 128 does not overflow. Unsigned, because for very negative x bits are shifted
+  // out; that result is discarded.
   U exponent;
   __builtin_memcpy(&exponent, &shifted, sizeof(exponent));
   exponent = (exponent - 0x4B400000u + 126u) << 23;
@@ -135,7 +134,7 @@ inline F exp_of(F x) {
 inline float exp(float x) { return exp_of<float, uint32_t>(x); }
 inline Floats exp(Floats x) { return exp_of<Floats, Bits>(x); }
 
-// 2^x to about one ulp, for x below 127. exp2(-inf) = 0, exp2(NaN) = NaN; results below 2^-125 become 0.
+// 2^x to about 1 ulp, for x below 127. exp2(-inf) = 0, exp2(NaN) = NaN; results below 2^-125 become 0.
 inline Floats exp2(Floats x) {
   const Floats shifted = x + 12582912.0f;  // rounds, as in exp
   const Floats r = x - (shifted - 12582912.0f);
@@ -145,12 +144,12 @@ inline Floats exp2(Floats x) {
   p = p * r + 2.4022647914e-1f;
   p = p * r + 6.9314720286e-1f;
   p = p * r + 1.0f;
-  // The whole part joins the exponent; of what is added to it for rounding, the shift leaves nothing.
+  // Adds the integer part to the exponent; the shift drops the rounding constant.
   const Bits result = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23);
-  return x < -125.0f ? Floats{} : x == x ? reinterpret_cast<Floats>(result) : x;  // a NaN may have bits that would join, too
+  return x < -125.0f ? Floats{} : x == x ? reinterpret_cast<Floats>(result) : x;  // NaN has arbitrary bits
 }
 
-// Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
+// Small arguments by a polynomial, for relative precision; others by 1 - 2 / (e^2|x| + 1).
 inline Floats tanh(Floats x) {
   const Floats size = x < 0.0f ? -x : x;
   const Floats square = x * x;
@@ -183,7 +182,7 @@ inline float max(Floats v) {
 }
 
 // Many sums at once. A fold adds the halves of every run of `Span` lanes, of a into the run's first half and of b into
-// its second; after log2(width) folds in pairs every lane holds another vector's total, in order.
+// its second. After log2(width) folds in pairs, every lane holds the total of another vector, in order.
 template <int Span, bool Upper, std::size_t... Lane>
 inline Floats halves(Floats a, Floats b, std::index_sequence<Lane...>) {
   constexpr std::size_t half = Span / 2;
@@ -206,14 +205,14 @@ inline void fold_all(Floats* v) {
   }
 }
 
-// The largest power of two that is at most n, and at most a vector's width.
+// The largest power of two up to n and up to a vector's width.
 constexpr int folded_at_once(int n) {
   int count = 1;
   while (2 * count <= n && 2 * count <= width) count *= 2;
   return count;
 }
 
-// totals[i] = sum(v[i]) for vectors, which it uses up.
+// totals[i] = sum(v[i]). Overwrites v.
 template <int Count>
 inline void sums(Floats* v, float* totals) {
   constexpr int first = folded_at_once(Count);

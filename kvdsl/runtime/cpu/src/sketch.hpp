@@ -1,9 +1,8 @@
-// The sketch of a head's keys: a few of their dims, kept beside them, by which a query grades every token and reads a
+// The sketch: a few dims of a head's keys, stored beside them, by which a query ranks all tokens while reading a
 // fraction of the bytes (SparCas, algorithm 1: K_compact).
 //
-// It lies in tiles of `block` slots, [width of the sketch, block] each: of every dim the tile's slots one after the other.
-// So products need no sum across lanes, and memory is read in order. Within a pair the slots lie where load_pair() finds
-// them in order.
+// It is stored in tiles of `block` slots, [width of the sketch, block]: for each dim, the tile's slots contiguously. So
+// products need no sum across lanes, and memory is read in order. Inside a pair, slots are in the order of load_pair().
 #pragma once
 
 #include <cstdint>
@@ -16,14 +15,14 @@
 
 namespace kvdsl {
 
-// Where slot r of a tile lies in the rows of its dims: the inverse of place_of().
+// Returns where slot r of a tile lies in a dim's row: the inverse of place_of().
 template <class T>
 constexpr int lane_of(int r) {
   if (!std::is_same_v<T, bf16>) return r;
   return r / pair * pair + (r % pair < width ? 2 * (r % pair) : 2 * (r % pair - width) + 1);
 }
 
-// Puts a key into place r of a tile.
+// Writes a key to place r of a tile.
 template <class T>
 void put_in_tile(const void* key, const int32_t* dims, int count, int r, void* tile) {
   const T* const from = static_cast<const T*>(key);
@@ -31,7 +30,7 @@ void put_in_tile(const void* key, const int32_t* dims, int count, int r, void* t
   for (int j = 0; j < count; ++j) to[j * block] = from[dims[j]];
 }
 
-// Fills the places first .. end of a tile with keys that lie one after the other.
+// Writes contiguous keys to places first .. end of a tile.
 template <class T>
 void fill_tile(const void* keys, int dim, int first, int end, const int32_t* dims, int count, void* tile) {
   constexpr int ahead_rows = 16;
@@ -42,7 +41,7 @@ void fill_tile(const void* keys, int dim, int first, int end, const int32_t* dim
   }
 }
 
-// scores[h][r] = the partial product of query h, [count] in the order of the sketch's dims, with place r of a tile.
+// scores[h][r] = partial product of query h, [count] in the sketch's order, with place r of a tile.
 template <class T>
 void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int count, float* scores) {
   constexpr int pairs = block / pair;
@@ -64,7 +63,7 @@ void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int
   }
 }
 
-// The `count` dims that rank highest, ascending, of equals the lower ones; -1 behind them, up to `width`.
+// Writes the `count` highest dims, ascending, lower ones first among equals; pads with -1 up to `width`.
 inline void find_dims(const float* by, int dim, int count, int width_of_sketch, int32_t* dims) {
   int found = 0;
   for (int d = 0; d < dim; ++d) {

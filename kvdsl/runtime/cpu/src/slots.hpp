@@ -1,4 +1,4 @@
-// The slots of a head as they are taken and freed: places, ranks and blocks.
+// Operations on a head's slots: place, free, ranks and blocks.
 #pragma once
 
 #include <climits>
@@ -10,7 +10,7 @@
 
 namespace kvdsl {
 
-// What the policy's tensors have for a KV head.
+// Returns the policy's tensors for a KV head.
 inline Constants constants_of(const DecodeArgs& args, int head) {
   const float* const rows = args.constants ? args.constants + int64_t{head} * args.key_dim : nullptr;
   return {rows, int64_t{args.kv_heads} * args.key_dim};
@@ -21,13 +21,13 @@ inline Supplied supplied_of(const DecodeArgs& args, int row, int head, int t) {
   return {args.supplied ? args.supplied + at : nullptr, int64_t{args.batch} * args.kv_heads * args.tokens};
 }
 
-// Behind the last held slot, of which there is one.
+// Returns the index behind the last live slot; there is one.
 inline int end_of_held(const int32_t* position, int slots) {
   while (position[slots - 1] < 0) --slots;
   return slots;
 }
 
-// The lowest free slot, or INT_MAX; counts the held ones on the way.
+// Returns the lowest free slot, or INT_MAX; counts live ones.
 [[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {
   int live = 0, first = INT_MAX;
 #pragma omp simd reduction(+ : live) reduction(min : first)
@@ -40,7 +40,7 @@ inline int end_of_held(const int32_t* position, int slots) {
   return first;
 }
 
-// After slots were freed, the tokens behind each gap move up. `moved` has room for as many numbers as there are slots.
+// Closes gaps in ranks after slots were freed. `moved` has room for one number per slot.
 [[gnu::noinline]] inline void close_gaps(const int32_t* position, int32_t* rank, int slots, int32_t* moved) {
   int gaps = 0, last = -1;
 #pragma omp simd reduction(+ : gaps) reduction(max : last)
@@ -68,7 +68,7 @@ inline int blocks_of_row(const DecodeArgs& args) { return (args.slots + args.blo
 
 inline Pool pool(const DecodeArgs& args) { return {args.table, args.batch, blocks_of_row(args), args.blocks}; }
 
-// Blocks in which no head of a row holds a token any more go back to the pool.
+// Frees the row's blocks in which no head holds a token.
 inline void give_blocks_back(const DecodeArgs& args) {
   if (!args.table) return;
   const int64_t of_a_row = int64_t{args.kv_heads} * args.slots;

@@ -1,4 +1,4 @@
-// Copies that go past the core's caches: what they overwrite is not fetched first, and nothing else is driven out.
+// Copies that bypass the core's caches: the destination is not read first, and nothing is evicted.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvdsl {
 
-// Where whole lines are written; otherwise, and where there is no such store, an ordinary copy.
+// Streams whole cache lines; the rest, or without such stores, by an ordinary copy.
 inline void stream(char* to, const char* from, int64_t bytes) {
 #if defined(__SSE2__)
   if ((reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(bytes)) % 64 == 0) {
@@ -23,7 +23,7 @@ inline void stream(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<std::size_t>(bytes));
 }
 
-// Before another thread may read what was streamed.
+// Call before another thread reads what was streamed.
 inline void end_stream() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -1,7 +1,7 @@
-// A decode step of one KV head of one row: place, choose, attend, observe, settle.
+// A decode step of one KV head of one row: place, select, attend, observe, settle.
 //
-// A chunk is a run of slots whose partial results are kept apart and combined in order, so that the result does not depend on the
-// number of threads.
+// A chunk is a run of slots. Partial results of chunks are stored separately and combined in order, so that results do
+// not depend on the number of threads.
 #pragma once
 
 #include <climits>
@@ -37,12 +37,11 @@ class Unit {
   bool placed() const { return placed_; }
   bool renewing() const { return placed_ && steps_.selecting.selects() && choice_.renewing(); }
   bool choosing() const { return placed_ && choosing_; }
-  // Whether any head of the row may be choosing, where they choose together: they do as long as their numbers are the same.
+  // Whether heads of this row may select by a vote: all do if their numbers are equal, else some may.
   bool voting() const { return placed_ && steps_.selecting.vote != Vote::none && (choosing_ || args_.params_per_head != 0); }
   int status() const { return status_; }
 
-  // Puts token t into the first free slot. False if there is nothing to attend with: the token is padding, or no slot
-  // is free.
+  // Places token t in the first free slot. Returns false if the token is padding or no slot is free.
   [[gnu::noinline]] bool place(int t) {
     placed_ = false;
     if (!real(t)) return false;
@@ -86,22 +85,22 @@ class Unit {
 
   void ask() { choice_.ask(); }
 
-  // Hears what all heads of the row, which are units one after the other, have asked for.
+  // Collects the votes of all heads of the row, which are consecutive units.
   void hear(const Unit* units) {
     const Unit* const first = units + row_ * args_.kv_heads;
     choice_.hear([=](int head) { return first[head].choice_.asked(); }, args_.kv_heads);
   }
 
-  // Chooses what the query attends to, or what those of the layers above do, once every chunk was looked at.
+  // Selects for this query, or for other layers, once every chunk is ranked.
   [[gnu::noinline]] void choose() {
     choice_.choose();
     if (made_) choice_.make(made_);
     else attend_to_chosen();
   }
 
-  // The tokens in these slots leave and the new ones take their places, one for one.
+  // Replaces the tokens in these slots by new ones, one for one.
   //
-  // past_caches: whether keys and values are written past the core's caches.
+  // past_caches: keys and values are written past the core's caches.
   void replace(const int32_t* slots, bool past_caches) {
     if (rank_) {
       for (int t = 0; t < args_.tokens; ++t) {
@@ -110,7 +109,7 @@ class Unit {
       find_free_slot(position_, args_.slots, live_);
       close_gaps(position_, rank_, args_.slots, work_.grades);
     }
-    constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
+    constexpr int early = 8;  // rows lie anywhere, so prefetch them
     for (int t = 0; t < args_.tokens; ++t) {
       if (t + early < args_.tokens && !past_caches) {
         fetch_row(keys_, slots[t + early]);
@@ -121,7 +120,7 @@ class Unit {
     if (past_caches) end_stream();
   }
 
-  // First pass over a chunk: its scores and their maxima.
+  // First pass over a chunk: scores and their maxima.
   [[gnu::noinline]] void score(int chunk) {
     float* const tops = work_.tops + int64_t{chunk} * args_.group;
     for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
@@ -140,8 +139,7 @@ class Unit {
     }
   }
 
-  // Second pass, once every chunk has its scores: the exponentials (relative to the maximum of all), their sum, and the
-  // values weighted by them.
+  // Second pass, after all scores: exponentials relative to the overall maximum, their sum, and weighted values.
   [[gnu::noinline]] void weigh(int chunk) {
     const int from = chunk * row_chunk_, to = end_of(chunk);
     if (steps_.needs_logit) {
@@ -165,7 +163,7 @@ class Unit {
     }
   }
 
-  // Combines the chunks into the output, then lets the policy observe and settle.
+  // Combines chunks into the output, then observes and settles.
   [[gnu::noinline]] void finish(int t) {
     char* const out = static_cast<char*>(args_.out) +
                       size(((int64_t{row_} * args_.tokens + t) * args_.kv_heads + head_) * args_.group * args_.value_dim);
@@ -196,7 +194,7 @@ class Unit {
     settle();
   }
 
-  // For a call without a query: the newest token is the last one seen, attn [slots] what it attended to, or null.
+  // Observes and settles without a query: the newest token is the last one seen; attn [slots] or null.
   void settle_given(const float* attn) {
     if (!real(0)) return;
     find_free_slot(position_, args_.slots, live_);
@@ -215,7 +213,7 @@ class Unit {
   struct Rows {
     const void* row[block];
     int32_t visible[block];  // a mask: 0 or -1
-    Next next;               // unless the rows were chosen
+    Next next;               // unless the rows were selected
     bool any;
   };
 
@@ -225,7 +223,7 @@ class Unit {
     if (args.kv_dtype) stored_ = &stored[args.kv_dtype - 1];
     if (args.copied) copied_ = args.copied[row_] != 0;
     const int64_t first = int64_t{number} * args.slots;
-    if (args.keys) {  // none of a prompt, of which only settles are asked
+    if (args.keys) {  // unset at the end of a prompt, which only settles
       keys_ = layout(args.keys, row_bytes(args.key_dim), number);
       values_ = layout(args.values, row_bytes(args.value_dim), number);
     }
@@ -239,7 +237,7 @@ class Unit {
 
   int64_t size(int64_t elements) const { return elements * steps_.dtype->size; }
 
-  // Of a key or value in the cache.
+  // Size of a cached key or value.
   int64_t row_bytes(int dim) const { return stored_ ? stored_->bytes(dim) : size(dim); }
 
   Layout layout(void* base, int64_t row, int number) const {
@@ -265,7 +263,7 @@ class Unit {
 
   bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
 
-  // Token t into a free slot.
+  // Writes token t into a free slot.
   void write(int t, int slot, bool past_caches = false) {
     newest_ = next_++;
     position_[slot] = newest_;
@@ -292,14 +290,14 @@ class Unit {
                       column_stride_, params(), constants_of(args_, head_), supplied_of(args_, row_, head_, t)});
   }
 
-  // A new token's vector, as it is stored, as floats in order.
+  // Returns a new token's vector, as stored, as floats in order.
   void read_new(const char* given, const void* row, int n, float* plain) {
     if (!stored_) return steps_.dtype->read(given, n, plain, work_.pairs);
     stored_->unpack(row, n, work_.pairs);
     std::memcpy(plain, work_.pairs, sizeof(float) * static_cast<std::size_t>(n));
   }
 
-  // Rows in fewer bits as floats, zeros where a slot is free: of policies alone that look at keys or values once more.
+  // Dequantizes rows, zeros in free slots, for policies that read keys or values.
   Layout as_floats(const Layout& rows, int dim, float* to, int64_t stride) const {
     for (int i = 0; i < args_.slots; ++i) {
       stored_->unpack(position_[i] >= 0 ? rows.row(i) : work_.zeros, dim, to + i * stride);
@@ -307,7 +305,7 @@ class Unit {
     return {reinterpret_cast<char*>(to), stride * static_cast<int64_t>(sizeof(float))};
   }
 
-  // Floats in order, to meet rows that are turned, or from these.
+  // Floats in order for products with rotated rows, or back.
   void turn_by_hadamard(float* x, int n) const {
     if (!stored_ || !stored_->turned) return;
     hadamard(x, n);
@@ -316,7 +314,7 @@ class Unit {
   }
 
   bool queries_are_finite() const {
-    float sum = 0;  // of zeros, and NaN where a number is not finite
+    float sum = 0;  // sum of zeros, or NaN if a number is not finite
     for (int g = 0; g < args_.group; ++g) {
       for (int d = 0; d < args_.key_dim; ++d) sum += 0.0f * work_.query[g * work_.query_stride + d];
     }
@@ -338,7 +336,7 @@ class Unit {
     row_chunks_ = work_.chunks;
   }
 
-  // Far fewer than there are slots: chunks of their own, not more of them.
+  // Selected slots are few: they are split into chunks of their own.
   void attend_to_chosen() {
     rows_ = choice_.count();
     chosen_ = choice_.chosen();
@@ -359,10 +357,10 @@ class Unit {
     choice_.always(head);
   }
 
-  // Chosen rows are fetched when they are found.
+  // Selected rows are prefetched when found.
   const Next* next_of(const Rows& rows) const { return chosen_ ? nullptr : &rows.next; }
 
-  // What every slot is given, reduced over the group; what was not chosen gets nothing.
+  // Reduces attention over the group per slot; unselected slots get 0.
   void find_attn() const {
     if (!chosen_) {
       reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
@@ -374,7 +372,7 @@ class Unit {
     for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = reduced[i];
   }
 
-  // The scores of a block of rows.
+  // Computes scores of a block of rows.
   void dot(int chunk, int from, const Rows& rows) const {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
@@ -389,7 +387,8 @@ class Unit {
     dot_in_order(chunk, from, rows, turns);
   }
 
-  // Adds a block of which each query head attends to its own rows: what another one has chosen may be infinite, and 0 * inf is no 0.
+  // Adds a block in which each query head has its own selection: another head's rows may be infinite, and 0 * inf is
+  // NaN.
   void add_own(int from, const Rows& rows, float* sums) const {
     for (int g = 0; g < args_.group; ++g) {
       const int32_t* const visible = own_ + g * choice_.padded() + from;
@@ -400,8 +399,8 @@ class Unit {
     }
   }
 
-  // By how many positions the visible keys of a block must come nearer: those that were evicted between them and the
-  // query. They are the same for tokens that are still together; most often none.
+  // Returns by how many positions visible keys of a block must move: the tokens evicted between each and the query.
+  // Adjacent tokens share the number, which is mostly 0.
   struct Turns {
     int32_t by[block];
     int32_t most;
@@ -411,7 +410,7 @@ class Unit {
   Turns turns_of(int from, const Rows& rows) const {
     Turns turns;
     const int n = rows_ - from < block ? rows_ - from : block;
-    const int between = newest_ - (live_ - 1);  // evicted before the query's token
+    const int between = newest_ - (live_ - 1);  // tokens evicted before the query's
     int32_t found[2][block];
     for (int i = 0; chosen_ && i < n; ++i) found[0][i] = position_[chosen_[from + i]], found[1][i] = rank_[chosen_[from + i]];
     const int32_t* const position = chosen_ ? found[0] : position_ + from;
@@ -433,7 +432,7 @@ class Unit {
     return turns;
   }
 
-  // The scores of a block of rows, whose keys are floats in order here, each rotated by its own angle.
+  // Computes scores of a block whose keys are floats in order, each rotated by its own angle.
   void dot_in_order(int chunk, int from, const Rows& rows, const Turns& turns) const {
     const int64_t stride = work_.query_stride;
     float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
@@ -453,7 +452,7 @@ class Unit {
     float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, work_.weights + from, work_.slot_stride);
   }
 
-  // How many places the slots of a block of rows stand behind the query: in the text, or among the live ones.
+  // Returns the distances between slots of a block and the query: in the text, or among live tokens.
   void find_distances(int from, float* distances) const {
     const int32_t* const place = rank_ ? rank_ : position_;
     const int own = rank_ ? live_ - 1 : newest_;
@@ -482,7 +481,7 @@ class Unit {
 
   float* ordered_query(int g) const { return work_.ordered + g * work_.query_stride; }
 
-  // Behind the last row the arrays go on to a whole block.
+  // Beyond the last row, arrays extend to a whole block.
   int end_of(int chunk) const {
     const int end = (chunk + 1) * row_chunk_;
     return end < rows_ ? end : static_cast<int>(round_up(rows_, block));
@@ -506,7 +505,7 @@ class Unit {
     return rows;
   }
 
-  // The same of the rows that were chosen; the next block's are fetched.
+  // The same for selected rows; prefetches the next block.
   Rows chosen_rows_of(const Layout& layout, int from) const {
     Rows rows;
     for (int i = 0; i < block; ++i) {
@@ -522,7 +521,7 @@ class Unit {
     return rows;
   }
 
-  // The same through the row's table.
+  // The same through the row's block table.
   Rows rows_in_blocks_of(const Layout& layout, int from) const {
     Rows rows;
     const int end = args_.slots - from < block ? args_.slots : from + block;
@@ -541,7 +540,7 @@ class Unit {
     return rows;
   }
 
-  // The maximum over all slots and the sink.
+  // Returns the maximum over all slots and the sink.
   float top_of(int g) const {
     float top = args_.sinks ? args_.sinks[head_ * args_.group + g] : -INFINITY;
     for (int c = 0; c < row_chunks_; ++c) {
@@ -590,7 +589,7 @@ class Unit {
 
   void observe() const { steps_.observe(query_of()); }
 
-  // Under a hard cap, what one more token would exceed leaves before it is placed.
+  // Under a hard cap, evicts before a token is placed.
   void make_room() {
     find_free_slot(position_, args_.slots, live_);
     newest_ = next_ - 1;
@@ -616,15 +615,15 @@ class Unit {
   float* state_;
   int32_t* rank_;
   int64_t column_stride_;
-  int next_;  // the position of the row's next token
+  int next_;  // position of the row's next token
   int newest_ = -1, oldest_ = 0, live_ = 0;
   bool placed_ = false, choosing_ = false;
-  bool in_order_ = false;  // a query is infinite once a Hadamard matrix has turned it, so that keys are turned back to meet it
-  bool copied_ = true;  // what is kept beside the keys holds
-  const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
-  const int32_t* own_ = nullptr;     // of these, those of each query head; null: all of them
-  uint8_t* made_ = nullptr;          // gets what is chosen for the layers above; null: the query attends to it itself
-  int end_ = 0, free_ = 0;           // behind the last slot that is held, and rows from there to the next head's
+  bool in_order_ = false;  // a query is infinite after the Hadamard transform, so keys are transformed back instead
+  bool copied_ = true;  // derived data beside the keys is valid
+  const int32_t* chosen_ = nullptr;  // selected slots in order; null: all
+  const int32_t* own_ = nullptr;     // per query head, its own selection among these; null: all of them
+  uint8_t* made_ = nullptr;          // receives the selection for other layers; null: the query attends to it itself
+  int end_ = 0, free_ = 0;           // behind the last live slot, and rows from there to the next head's
   int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
   int status_ = ok;
 };

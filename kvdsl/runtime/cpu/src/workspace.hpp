@@ -1,4 +1,4 @@
-// What one unit computes in.
+// Working memory of one unit.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,9 @@
 
 namespace kvdsl {
 
-// Rows of slots are padded to whole blocks, rows of dims to whole pairs (and stored in pairs,
-// see simd.hpp).
+// Rows of slots are padded to whole blocks, rows of dims to whole pairs (and stored in pairs, see simd.hpp).
 struct Workspace {
-  int chunk, chunks;  // slots of a chunk, and how many chunks
+  int chunk, chunks;  // slots per chunk, and number of chunks
   int64_t slot_stride, query_stride, out_stride;
   float* query;        // [group, query_stride]
   float* plain_query;  // [group, key_dim] the same, in order
@@ -30,15 +29,15 @@ struct Workspace {
   float* logit;        // [slot_stride]
   float* scratch;      // [scratch_columns, slot_stride]
   Grade* grades;         // [Head::grade_rows, slot_stride]
-  float* tops;         // [chunks, group] the maxima of the scores
-  float* totals;       // [chunks, group] the sums of the exponentials
-  float* inverses;     // [group] 1 / the sum of all exponentials
+  float* tops;         // [chunks, group] maxima of scores
+  float* totals;       // [chunks, group] sums of exponentials
+  float* inverses;     // [group] 1 / sum of all exponentials
   float* ones;         // [group]
-  float* sums;         // [chunks, group, out_stride] the weighted sums of the values
-  float* read_keys;    // [slots, query_stride] what observe and settle read of keys that are stored in fewer bits
+  float* sums;         // [chunks, group, out_stride] weighted sums of values
+  float* read_keys;    // [slots, query_stride] dequantized keys for observe and settle
   float* read_values;  // [slots, out_stride]
-  char* zeros;         // stands for the row of a slot that is not visible
-  float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
+  char* zeros;         // the row of an invisible slot
+  float* ordered;      // [group, query_stride] the query as floats in order, padded with zeros
   float* turned_query; // [chunks, group, query_stride]
   float* turned_keys;  // [chunks, block, query_stride]
   float* half_key;     // [chunks, query_stride]
@@ -50,7 +49,7 @@ struct Workspace {
   [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena)
       : chunk(chunk_of(args.slots)), chunks((args.slots + chunk - 1) / chunk),
         choice(args, steps, chunk, chunks, arena) {
-    // Whole powers of two would put every head's row into the same sets of the cache.
+    // Powers of two would map every head's row to the same cache sets.
     slot_stride = round_up(args.slots, block) + width;
     query_stride = round_up(args.key_dim, pair);
     out_stride = round_up(args.value_dim, pair);

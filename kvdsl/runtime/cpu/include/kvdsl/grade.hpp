@@ -1,5 +1,5 @@
-// Grades: integers in the order of floats, which vectorise and can be bisected bit by bit. -0 equals +0, NaN is below everything. Of slots with
-// equal grades the newer one is above.
+// Grades: integers in the order of floats, for vectorized comparisons and bisection by bits. -0 equals +0, NaN is
+// lowest. Among equal grades the newer slot ranks higher.
 #pragma once
 
 #include <climits>
@@ -10,8 +10,8 @@
 namespace kvdsl {
 
 using Grade = int32_t;
-constexpr Grade below_all = INT_MIN;       // a slot that does not count
-constexpr Grade above_all = INT_MAX;       // likewise, at the other end
+constexpr Grade below_all = INT_MIN;       // a slot that does not count, at the lower end
+constexpr Grade above_all = INT_MAX;       // and at the upper end
 constexpr Grade nan_grade = INT_MIN + 1;
 
 inline Grade grade(float x) {

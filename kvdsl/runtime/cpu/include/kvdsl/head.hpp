@@ -1,4 +1,4 @@
-// Who leaves a KV head, once its slots are scored: what is protected stays, of the others the lowest-scored leave.
+// Eviction from one KV head by scores and protections.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,20 @@
 
 namespace kvdsl {
 
-// One head at the end of a step: protect_*() name what may not leave, evict() frees the lowest-scored of the others.
+// One KV head in a settle: protect_*() mark protected slots, evict() frees the lowest-scored others.
 class Head : public Slots {
  public:
-  // The workspace for grades: `grade_rows` rows of `work_stride` integers.
+  // Rows of `work_stride` integers that the workspace provides for grades.
   static constexpr int grade_rows = 3;
 
-  // `before_placing`: under a hard cap, room is made for one more token.
+  // `before_placing`: make room for one more token, under a hard cap.
   Head(const Slots& slots_of, int32_t* positions, int32_t* rows, bool before_placing)
       : Slots(slots_of), places_(positions), grades_(rows), marks_(rows + work_stride),
         top_grades_(rows + 2 * work_stride), coming_(before_placing ? 1 : 0) {}
 
-  // How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or
-  // with max_drop by so many at a time, to no more than budget + slack. Before a token is placed, it counts as live, and
-  // any must leave only if it exceeds budget + slack.
+  // Returns how many tokens to evict: none until live - budget reaches trigger (0: never); then down to the budget, or
+  // with max_drop at most that many at a time, but to no more than budget + slack. Before placing, the new token counts
+  // as live, and tokens are evicted only beyond budget + slack.
   int overflow(int budget, int trigger = 1, int slack = 0, int max_drop = 0) const {
     const int held = live + coming_;
     const int most = slack < INT_MAX - budget ? budget + slack : INT_MAX;
@@ -46,7 +46,7 @@ class Head : public Slots {
     last_ = from < last_ ? from : last_;
   }
 
-  // The n highest of x, which must stay as it is until evict(): grades are only worked out as far as they matter.
+  // Protects the n highest of x. x must not change before evict(), which computes grades as needed.
   void protect_top(const float* x, int n) {
     if (n <= 0) return;
     if (n >= live) return protect_where([](int) { return true; });
@@ -61,8 +61,8 @@ class Head : public Slots {
     fill(marks_, [=](int i) { return marks[i] | (condition(i) ? 1 : 0); });
   }
 
-  // At every slot that may leave the largest, or the mean, value(i) of those at most size / 2 places before or behind, in the order of
-  // the text; at the others their own. Behind all that protects.
+  // Pools over the text: at each unprotected slot, the maximum or mean of value over unprotected slots at most size / 2
+  // places away; at others their own value. Call it after all protections.
   template <class Value>
   std::vector<float> max_pool(double size, Value&& value) {
     return pool(size, value, -INFINITY, [](float top, float x) { return maximum(top, x); }, false);
@@ -73,12 +73,12 @@ class Head : public Slots {
     return pool(size, value, 0.0f, [](float sum, float x) { return sum + x; }, true);
   }
 
-  // What first and last protect: positions up to the one and from the other on.
+  // Positions protected by first and last: up to kept_up_to(), and from kept_from() on.
   int kept_up_to() const { return first_; }
   int kept_from() const { return last_; }
 
-  // Frees the n lowest-scored unprotected slots. If there are fewer, all of those leave and then the lowest-scored
-  // protected ones, the newest token last; with `ends_last` those that first and last protect only when no others are left.
+  // Frees the n lowest-scored unprotected slots, then if needed protected ones by score, the newest token last; with
+  // `ends_last`, those protected by first and last only when no others are left.
   void evict(const float* score, int n, bool ends_last = false);
 
  private:
@@ -90,9 +90,9 @@ class Head : public Slots {
     int n;
   };
 
-  int32_t* places_;  // position, writable
-  Grade* grades_;      // the scores' grades; above_all where a slot is no candidate
-  int32_t* marks_;   // 1 where protected; not valid before clear_marks()
+  int32_t* places_;
+  Grade* grades_;      // grades of the scores; above_all for a slot that is no candidate
+  int32_t* marks_;   // 1 for a protected slot; valid after clear_marks()
   Grade* top_grades_;
   int coming_;  // 1 before a token is placed
   bool marked_ = false;
@@ -101,7 +101,7 @@ class Head : public Slots {
   Top top_[max_tops] = {};
   int tops_ = 0;
 
-  // Loops over all slots; what value() reads it must capture by value, else the loop does not vectorise.
+  // Loops over all slots. value() must capture by value, or the loop does not vectorize.
   template <class Value>
   int total(Value value) const {
     const int n = slots;
@@ -158,13 +158,13 @@ class Head : public Slots {
     marked_ = true;
   }
 
-  // The n-th lowest position that is held. Mostly the tokens on one side of it are contiguous, which one count proves.
+  // Returns the n-th lowest live position. Tokens on one side of it are usually contiguous, which one count proves.
   int nth_position(int n) const;
 
-  // How many slots rank above slot `own` in x.
+  // Returns how many slots rank above slot `own` in x.
   int above(const float* x, int own) const;
 
-  // The n-th lowest slot in the order (grade, position), as that pair: bit by bit, a count for each.
+  // The n-th lowest slot by (grade, position), found bit by bit with a count each.
   struct Cut {
     Grade grade;
     int position;
@@ -172,26 +172,26 @@ class Head : public Slots {
 
   Cut nth(const Grade* grades, int n) const;
 
-  // Turns the protections by grade into marks.
+  // Converts protections by rank to marks.
   void resolve_tops();
 
-  // Ranks the slots that may leave.
+  // Grades the unprotected slots.
   void grade_candidates(const float* score);
 
-  // Ranks all that is still held, or all but what first and last protect, the token at position `newest_held` above the rest.
+  // Grades all live slots, or all except those protected by first and last; the token at `newest_held` is highest.
   void grade_protected(const float* score, int newest_held, bool ends);
 
-  // How many slots are ranked.
+  // Returns the number of graded slots.
   int ranked() const;
 
-  // Frees the n lowest-ranked slots.
+  // Frees the n lowest-graded slots.
   void free_lowest(int n);
 
-  // The lowest-ranked slot, of equals the oldest; -1 if nothing is ranked.
+  // Returns the lowest-graded slot, the oldest among equals; -1 if there is none.
   int lowest() const;
 
-  // One victim, as in every step of the steady state: take the lowest-scored slot and count how many rank above it
-  // where tops are protected; while it proves protected, take the next. False if it is not found in a few tries.
+  // Evicts one token, as in every step of the steady state: takes the lowest-scored slot, and if a rank protects it,
+  // the next. Returns false after a few tries.
   bool free_one(const float* score);
 };
 

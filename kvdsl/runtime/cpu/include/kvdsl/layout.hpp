@@ -1,5 +1,5 @@
-// Where the slots of one KV head lie: in one piece, or in blocks of a pool that all rows of the batch share, found through the
-// row's table (as in paged attention; EQUIP, figure 18). Loops over slots go by runs, in which rows lie one after the other.
+// Where the slots of one KV head lie: contiguous, or in blocks of a pool that all rows share, through the row's table
+// (paged attention; EQUIP, figure 18). Loops over slots iterate over runs of contiguous rows.
 #pragma once
 
 #include <algorithm>
@@ -9,18 +9,18 @@
 namespace kvdsl {
 
 struct Layout {
-  char* base;                   // the row of slot 0; with a table, the head's first row in the pool's first block
-  int64_t row_bytes;            // from slot to slot
-  int64_t block_bytes = 0;      // from block to block
-  int size = 0;                 // slots of a block
-  const int64_t* table = nullptr;  // [blocks of a row] which block of the pool, -1 for none; null: in one piece
+  char* base;                   // row of slot 0; with a table, the head's first row in block 0
+  int64_t row_bytes;            // between slots
+  int64_t block_bytes = 0;      // between blocks
+  int size = 0;                 // slots per block
+  const int64_t* table = nullptr;  // [blocks per row] the block in the pool, -1 for none; null: contiguous
 
-  // A slot's row. Of a slot without a block, in which no token is, some row of the pool.
+  // Returns a slot's row. A slot without a block holds no token; its row is arbitrary.
   char* row(int slot) const {
     return table ? in_block(slot / size, slot % size) : base + slot * row_bytes;
   }
 
-  // Calls body(from, to, row of `from`) for every run of the slots from .. to.
+  // Calls body(from, to, row of `from`) for each run of slots in from .. to.
   template <class Body>
   void runs(int from, int to, Body&& body) const {
     if (!table) {
@@ -35,20 +35,20 @@ struct Layout {
   }
 
  private:
-  // Another head of the row may be given a block meanwhile; one in which this head has a token is there already.
+  // Other heads of the row may allocate blocks meanwhile. Blocks with this head's tokens exist already.
   char* in_block(int number, int offset) const {
     const int64_t found = __atomic_load_n(table + number, __ATOMIC_RELAXED);
     return base + (found < 0 ? 0 : found) * block_bytes + offset * row_bytes;
   }
 };
 
-// The blocks of all rows: who takes one, and which go back.
+// Allocates and frees blocks of the pool for all rows.
 class Pool {
  public:
   Pool(int64_t* table, int64_t rows, int blocks_of_row, int blocks)
       : table_(table), rows_(rows), blocks_of_row_(blocks_of_row), blocks_(blocks) {}
 
-  // Sees to it that a row has its block of that number, which its heads may ask for at once. False if no block is free.
+  // Allocates a row's block unless it has one; heads may call this concurrently. Returns false if no block is free.
   bool have(int64_t row, int number) {
     int64_t* const entry = table_ + row * blocks_of_row_ + number;
     if (__atomic_load_n(entry, __ATOMIC_RELAXED) >= 0) return true;
@@ -62,7 +62,7 @@ class Pool {
     return has;
   }
 
-  // Gives back the row's blocks in which no head holds a token. position: the row's, [heads, slots].
+  // Frees the row's blocks in which no head holds a token. position: [heads, slots].
   void give_back(int64_t row, const int32_t* position, int heads, int slots, int size) {
     int64_t* const entries = table_ + row * blocks_of_row_;
     for (int number = 0; number < blocks_of_row_; ++number) {
@@ -72,7 +72,7 @@ class Pool {
   }
 
  private:
-  // Looked for anew whenever a row needs one, once in so many tokens as a block has slots.
+  // A linear search, once per block_size tokens of a row.
   int64_t first_free() const {
     std::vector<bool> taken(static_cast<std::size_t>(blocks_));
     for (int64_t i = 0; i < rows_ * blocks_of_row_; ++i) {

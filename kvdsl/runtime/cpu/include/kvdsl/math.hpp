@@ -1,4 +1,4 @@
-// The language's functions, as generated code calls them. Everything is IEEE: NaN goes through.
+// The language's functions for generated code. IEEE arithmetic: NaN propagates.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,13 @@ inline X square(X x) {
   return x * x;
 }
 
-// A product as it is, never fused with an addition: one bit decides what it is floored to.
+// Returns a rounded product, never fused with an addition, because it will be floored.
 inline double rounded(double product) {
   const volatile double stored = product;
   return stored;
 }
 
-// The larger of two, NaN if either is.
+// Returns the larger, NaN if either is NaN.
 template <class X>
 inline X maximum(X a, X b) {
   return ((a > b) | (a != a)) ? a : b;
@@ -27,17 +27,17 @@ inline X minimum(X a, X b) {
   return ((a < b) | (a != a)) ? a : b;
 }
 
-// The remainder with the sign of the divisor, as Python has it.
+// Returns the remainder with the sign of the divisor, as in Python.
 template <class X>
 inline X modulo(X a, X b) {
   const X rest = std::fmod(a, b);
   return ((rest != 0) & ((rest < 0) != (b < 0))) ? rest + b : rest;
 }
 
-// What a fold holds, before its first query `start`.
+// Returns the held number of a fold, or `start` before the first query.
 inline float begun(float held, float start) { return held != held ? start : held; }
 
-// A moving average after x has joined it. A token's own query, at which its age is 0, is the first to.
+// Updates a moving average by x. The token's own query (age 0) starts it.
 inline float ema(float old, float x, float decay, int age) {
   return age == 0 ? x : decay * old + (1.0f - decay) * x;
 }

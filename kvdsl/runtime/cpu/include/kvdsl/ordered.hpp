@@ -1,7 +1,7 @@
-// Reductions of value(d) over the dims of one token's key or value: doubles, added in an order that all backends share, so that
-// what a token is worth by itself is to the bit the same everywhere. docs/language.md defines the order.
+// Reductions over the dims of one token's key or value in double, in an order that all backends share, so that results
+// are bit-identical. docs/language.md defines the order.
 //
-// Nothing here may be fused (-ffp-contract=off): only the product of two floats is exact in a double.
+// Compile with -ffp-contract=off: only a product of two floats is exact in double.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,13 @@
 
 namespace kvdsl::ordered {
 
-// As many neighbouring dims as are added side by side; a power of two.
+// Neighbouring dims that are added in parallel; a power of two.
 struct Lanes {
   static constexpr int count = 32;
   double x[count];
 };
 
-// -0 becomes +0, so that the zeros behind the last dim change nothing.
+// Adding 0 turns -0 into +0, so that zero padding changes nothing.
 template <class Value>
 inline Lanes lanes(int first, int dims, Value&& value) {
   Lanes loaded = {};
@@ -28,7 +28,7 @@ inline Lanes lanes(int first, int dims, Value&& value) {
   return loaded;
 }
 
-// Every `step`-th of `size` dims, in pieces of Lanes::count, from `first` on: folded in half until one piece is left.
+// Sums every `step`-th piece of Lanes::count dims from `first` on, by halves.
 template <class Value>
 inline Lanes folded(int first, int step, int size, int dims, Value&& value) {
   if (step >= size) return lanes(first, dims, value);
@@ -40,7 +40,7 @@ inline Lanes folded(int first, int step, int size, int dims, Value&& value) {
   return sum;
 }
 
-// The second half is added to the first, dim by dim, until one number is left; zeros make the dims a power of two.
+// Adds the second half of the dims to the first until one is left. Zeros pad the dims to a power of two.
 template <class Value>
 inline double sum_over(int dims, Value&& value) {
   int size = Lanes::count;

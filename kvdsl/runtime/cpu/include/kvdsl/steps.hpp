@@ -1,4 +1,4 @@
-// A policy as the driver knows it: functions behind pointers, so that the driver is compiled once, whatever the policy.
+// A policy as function pointers, so that the driver is compiled once for all policies.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvdsl {
 
-// Of a policy that selects.
+// The functions of a policy that selects.
 struct Selecting {
   By by;
   int (*tokens)(const Query&);
@@ -34,7 +34,7 @@ struct Steps {
   bool needs_attn;
   bool needs_logit;
   bool hard_cap;
-  bool reads_rows;  // whether observe or settle read cached keys or values
+  bool reads_rows;  // whether observe or settle reads cached keys or values
   void (*place)(const Slot&);
   void (*observe)(const Query&);
   void (*settle)(Head&);
@@ -81,13 +81,13 @@ void rank_dims(const Query& query, float* by) {
   Policy::sketch(typed<T>(query), by);
 }
 
-// Whether a policy's observe is a function: one that reads cached keys or values is a template over their dtype.
+// Whether Policy::observe is a plain function. If it reads cached keys or values, it is a template over their dtype.
 template <class Policy, class = void>
 constexpr bool observes_without_rows = false;
 template <class Policy>
 constexpr bool observes_without_rows<Policy, std::void_t<decltype(&Policy::observe)>> = true;
 
-// Whether a policy has columns that a token has by itself.
+// Whether a policy has columns that depend on the token alone.
 template <class Derived>
 constexpr bool places = &Derived::place != &Policy::place;
 
@@ -104,7 +104,7 @@ constexpr Selecting selecting = {Policy::by,
                                  rank_by_vote<T, Policy>,
                                  rank_dims<T, Policy>};
 
-// Of a prompt; and, below, of tokens that are decoded.
+// The functions for a prompt, and below for decoded tokens.
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
                          Policy::group,

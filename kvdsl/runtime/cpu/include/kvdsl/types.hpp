@@ -1,4 +1,4 @@
-// The model's dtypes: how a scalar of each is read as float and written from float.
+// The model's dtypes, with conversions of scalars from and to float.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// Storage only: arithmetic is always float.
+// Storage only; arithmetic is float.
 struct bf16 {
   uint16_t bits;
 };
@@ -30,7 +30,7 @@ inline float to_float(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t rest = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
   if ((x.bits & 0x7C00u) == 0x7C00u) return bit_cast<float>(sign | rest | 0x7F800000u);  // inf and NaN
-  // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way.
+  // 2^112 moves the exponent's bias from 15 to 127 and normalizes subnormals.
   return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(rest) * 0x1p112f));
 }
 
@@ -42,7 +42,7 @@ inline float from_float<float>(float x) {
   return x;
 }
 
-// Round to nearest even, as the hardware does; NaN stays NaN even if its payload lies in the bits that are cut.
+// Rounds to nearest even. NaN stays NaN even if its payload lies in the dropped bits.
 template <>
 inline bf16 from_float<bf16>(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);

@@ -1,11 +1,12 @@
-// What a policy sees of one KV head. A policy is a struct of static functions; the driver (src/decode.cpp) calls
+// The interface of a policy for one KV head. A policy is a struct of static functions, which the driver
+// (src/decode.cpp) calls:
 //
-//   place(Slot&)     when a token enters: fill in the columns that never change
-//   observe(Query&)  after each real query: update the columns from what it attended to
-//   settle(Head&)    after that: score the slots, name the protected ones, evict
+//   place(Slot&)     when a token enters: fill in the columns that depend on it alone
+//   observe(Query&)  after each real query: update the columns
+//   settle(Head&)    after that: score slots, protect some, evict
 //
-// Loops over slots run from 0 to `slots` and use visible(i) (in settle: held at all) as a select, so that they vectorise.
-// What a free slot's numbers are does not matter. Everything is float32.
+// Loops over slots run from 0 to `slots` and select by visible(i) (in settle: whether the slot is live), so that they
+// vectorize. Numbers of free slots are arbitrary. Arithmetic is float.
 #pragma once
 
 #include <algorithm>
@@ -26,18 +27,17 @@
 
 namespace kvdsl {
 
-// How the query heads of a group are reduced; `each`: they are not, and every one chooses for itself.
+// How query heads of a group are reduced; `each`: not at all, every head selects for itself.
 enum class Group { mean, max, sum, each };
 
-// What a query grades the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
-// expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
-// most what it can be with a key of the slot's page.
+// What ranks slots for selection: nothing (attend to all), the policy's expression, or one with a fast form: query
+// times key, the same over the sketch's dims, or its upper bound over a page.
 enum class By { all, expression, dot, sketch_dot, page_bound };
 
-// How what the KV heads of a layer find at a slot is reduced, where they choose together.
+// How votes of a layer's KV heads are reduced, where they select together.
 enum class Vote { none, sum, mean, max, min };
 
-// The defaults: a policy derives from it and restates what it needs.
+// Defaults: a policy derives from this and overrides what it needs.
 struct Slot;
 struct Slots;
 struct Query;
@@ -48,38 +48,38 @@ struct Policy {
   static constexpr Group group = Group::mean;
   static constexpr bool needs_attn = false;
   static constexpr bool needs_logit = false;
-  static constexpr bool forgets = false;       // whether only a prompt's queries are observed
-  static constexpr bool prefill_only = false;  // whether tokens leave at the end of a prompt only
-  static constexpr bool hard_cap = false;      // whether room is made before a token is placed
+  static constexpr bool forgets = false;       // only a prompt's queries are observed
+  static constexpr bool prefill_only = false;  // evict at the end of a prompt only
+  static constexpr bool hard_cap = false;      // make room before a token is placed
   static constexpr bool settle_reads_keys = false;  // or values: settle is a template over HeadOf's dtype
   static void place(const Slot&) {}
   static void observe(const Query&) {}
   static void settle(Head&) {}
 
-  // If it selects; see select.hpp.
+  // For policies that select; see select.hpp.
   static constexpr By by = By::all;
-  static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to; or a template over QueryOf's dtype
-  static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
+  static int tokens(const Slots&) { return INT_MAX; }       // how many slots to attend to; or a template over QueryOf's dtype
+  static int page(const Slots&) { return 0; }               // tokens per page, 0 without pages
   static int page_after(const Slots&) { return 0; }         // tokens before the first page
-  static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
-  static void always(Head&) {}                              // protect what is attended to in any case
-  static void expression(const Query&, float*) {}           // the expression, of every slot
-  static constexpr bool alone = false;                      // whether it sees one query head at a time
-  static constexpr Vote vote = Vote::none;                  // whether it is what the KV heads of a layer vote with
-  static void with_vote(const Query&, const float*, float*) {}  // what a head makes of the vote, if it does not go by that alone
-  static void sketch(const Query&, float*) {}               // what the sketch grades by, of every dim
+  static int sketch_every(const Slots&) { return INT_MAX; }  // queries between two choices of the sketch
+  static void always(Head&) {}                              // protect slots that are always selected
+  static void expression(const Query&, float*) {}           // rank of every slot
+  static constexpr bool alone = false;                      // expression is per query head
+  static constexpr Vote vote = Vote::none;                  // expression is the vote of a KV head
+  static void with_vote(const Query&, const float*, float*) {}  // rank by the vote, unless the vote is the rank
+  static void sketch(const Query&, float*) {}               // rank of every dim for the sketch
 };
 
-// A count of tokens from a policy's number: floored, never negative.
+// Floors a number to a count of tokens, at least 0.
 inline int count(double x) {
   if (!(x >= 1)) return 0;
   return x < INT_MAX ? static_cast<int>(x) : INT_MAX;
 }
 
-// The same of a number that reads the data: one token at least, of a NaN as well.
+// Floors a count that depends on the data, at least 1; NaN becomes 1.
 inline double at_least_one(double x) { return x >= 1 ? std::floor(x) : 1.0; }
 
-// What the policy's tensors have for a head: a row of key_dim numbers each; of a tensor without dims they are all the same.
+// The policy's tensors for a head: rows of key_dim. A tensor without dims repeats its number.
 struct Constants {
   const float* rows;
   int64_t stride;
@@ -87,7 +87,7 @@ struct Constants {
   float operator()(int tensor, int d = 0) const { return rows[tensor * stride + d]; }
 };
 
-// What the caller gives of a token, value after value.
+// Per-token values from the caller.
 struct Supplied {
   const float* values;
   int64_t stride;
@@ -95,7 +95,7 @@ struct Supplied {
   double operator()(int i) const { return values[i * stride]; }
 };
 
-// A token on its way into the cache. Its columns are 0 already.
+// A token that enters the cache. Its columns are 0.
 struct Slot {
   int index;
   int position;
@@ -115,20 +115,20 @@ struct Slot {
   float& column(int c) const { return state[c * column_stride + index]; }
 };
 
-// The pages of the visible slots, numbered in the order of the text.
+// Pages of the visible slots, numbered in text order.
 struct Pages {
-  std::vector<int32_t> of;     // [slots] the number of a slot's page; 0 where nothing is visible
-  std::vector<int32_t> place;  // [pages] which page of the text it is
-  std::vector<int32_t> held;   // [pages] how many visible slots it has
+  std::vector<int32_t> of;     // [slots] the number of the slot's page; 0 if not visible
+  std::vector<int32_t> place;  // [pages] the page's index in the text
+  std::vector<int32_t> held;   // [pages] visible slots in the page
 
-  // The page behind a slot's own; -1 where it is not there.
+  // Returns the number of the next page of the text, -1 if no slot is in it.
   int next(int i) const {
     const std::size_t behind = static_cast<std::size_t>(of[i]) + 1;
     return behind < place.size() && place[behind] == place[of[i]] + 1 ? of[i] + 1 : -1;
   }
 };
 
-// Products of every slot's vector and the other slots', which lie one after the other.
+// Dot products of every slot's vector with other slots' vectors.
 struct Pairs {
   std::vector<float> own, other;  // [slots, dims]
   int dims;
@@ -136,7 +136,7 @@ struct Pairs {
   float operator()(int i, int o) const { return product(own.data() + int64_t{i} * dims, other.data() + int64_t{o} * dims, dims); }
 
  private:
-  // Not inlined into loops over pairs of slots, of which GCC would vectorise none then.
+  // Not inlined: otherwise GCC vectorizes no loop over pairs of slots.
   [[gnu::noinline]] static float product(const float* a, const float* b, int dims) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
@@ -145,17 +145,17 @@ struct Pairs {
   }
 };
 
-// The slots of a head, and reductions over those that are visible: what queries and heads have in common.
+// The slots of a head, and reductions over visible ones. Base of queries and heads.
 struct Slots {
-  int slots;                // how many are allocated
+  int slots;
   const int32_t* position;  // -1 where free
   int newest;               // the newest token's position
-  int oldest;               // the lowest visible position; 0 when there is no window
-  int window;               // how many queries can see a token, 0 = all
-  int live;                 // tokens held; before anything leaves, in a settle
+  int oldest;               // the lowest visible position; 0 without a window
+  int window;               // how many queries see a token, 0 = all
+  int live;                 // live tokens; in a settle, before eviction
   float* state;
   const int32_t* ring_rows;
-  int since;            // the first query that the rings count
+  int since;            // the first query that counts in rings
   int64_t column_stride;
   float* work;
   int64_t work_stride;
@@ -164,12 +164,12 @@ struct Slots {
   uint32_t random_key;  // the hash of seed, layer and head
   int key_dim;
   int value_dim;
-  Layout keys;    // rows of key_dim, of the model's dtype; none at the end of a prompt
+  Layout keys;    // rows of key_dim in the model's dtype; unset at the end of a prompt
   Layout values;  // rows of value_dim
 
   bool visible(int i) const { return position[i] >= oldest; }
   int age(int i) const { return newest - position[i]; }
-  // The queries that could see the slot, its own token's included.
+  // Returns how many queries could see the slot, its own token's included.
   float observed(int i) const {
     const int seen = age(i) + 1;
     return static_cast<float>(window > 0 && seen > window ? window : seen);
@@ -179,11 +179,12 @@ struct Slots {
   float* column(int c) const { return state + c * column_stride; }
   float* scratch(int c) const { return work + c * work_stride; }
 
-  // A ring holds what the newest `size` queries gave, the query at position p in its row p % size: here, the newest's.
+  // A ring holds values of the newest `size` queries; the query at position p has row p % size. Returns the newest
+  // query's row.
   float* ring(int r, int size) const { return ring_row(r, size, newest); }
 
-  // Reductions of a ring into to[slots], which they return: over those of the newest `size` queries that could see the
-  // slot. There may be none (of a slot behind the window): then the sum is 0, the mean NaN.
+  // Reduce a ring over the newest `size` queries that could see the slot, into to[slots], and return it. If there are
+  // none (behind the window), the sum is 0 and the mean NaN.
   const float* ring_sum(int r, int size, float* to) const {
     return fold_ring(r, size, 0.0f, to, [](float total, float x, int) { return total + x; });
   }
@@ -193,7 +194,7 @@ struct Slots {
     return divide_by_queries(size, to);
   }
 
-  // Population deviation from the means: no cancellation.
+  // Two passes avoid cancellation.
   const float* ring_var(int r, int size, const float* means, float* to) const {
     fold_ring(r, size, 0.0f, to, [=](float total, float x, int i) { return total + square(x - means[i]); });
     return divide_by_queries(size, to);
@@ -214,7 +215,7 @@ struct Slots {
     return fold_ring(r, size, INFINITY, to, [](float least, float x, int) { return minimum(least, x); });
   }
 
-  // Reductions of value(i) over the visible slots, of which there is always one.
+  // Reductions of value(i) over visible slots; there is at least one.
   int count() const {
     int n = 0;
 #pragma omp simd reduction(+ : n)
@@ -222,7 +223,7 @@ struct Slots {
     return n;
   }
 
-  // In floats, or where the values are doubles, in these.
+  // The type of value(i) decides between float and double.
   template <class Value>
   auto sum(Value&& value) const {
     using X = decltype(value(0));
@@ -237,7 +238,7 @@ struct Slots {
     return sum(value) / static_cast<decltype(value(0))>(count());
   }
 
-  // Population deviation, in two passes: no cancellation.
+  // Two passes avoid cancellation.
   template <class Value>
   auto var(Value&& value) const {
     const auto centre = mean(value);
@@ -249,7 +250,7 @@ struct Slots {
     return std::sqrt(var(value));
   }
 
-  // NaN if any visible value is.
+  // NaN if a visible value is NaN.
   template <class Value>
   auto max(Value&& value) const {
     using X = decltype(value(0));
@@ -270,7 +271,7 @@ struct Slots {
     return -max([&](int i) { return -value(i); });
   }
 
-  // The same of value(i, d), for every dim, and page if there are any: row by row, as keys lie in memory.
+  // Reductions of value(i, d) per dim, and per page if given. Row by row, in the order of keys in memory.
   template <class Value>
   std::vector<float> sum_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
     return fold_dims(dims, 0.0f, pages, [&](float total, int i, int d) { return total + value(i, d); });
@@ -308,7 +309,7 @@ struct Slots {
     return fold_dims(dims, INFINITY, pages, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
   }
 
-  // The pages of `size` tokens, the first of which begins behind `after` tokens.
+  // Returns the pages of `size` tokens; the first begins behind `after` tokens.
   Pages pages(int size, int after) const {
     const auto page = [&](int i) {
       const int behind = position[i] - after;
@@ -330,7 +331,7 @@ struct Slots {
     return found;
   }
 
-  // value(i, d) of every visible slot.
+  // Returns value(i, d) of every visible slot.
   template <class Value>
   std::vector<float> each(int dims, Value&& value) const {
     std::vector<float> found(static_cast<std::size_t>(slots) * dims);
@@ -345,7 +346,8 @@ struct Slots {
     return Pairs{each(dims, own), each(dims, other), dims};
   }
 
-  // For every visible slot i reductions of value(i, o, d) over the other ones, o, or with `itself` over all; for each of some dims.
+  // Reductions for every visible slot i of value(i, o, d) over the other visible slots o, or with `itself` over all;
+  // per dim.
   template <class Value>
   std::vector<float> sum_of_others(int dims, bool itself, Value&& value) const {
     return fold_others(dims, itself, 0.0f, [&](float total, int i, int o, int d) { return total + value(i, o, d); });
@@ -369,7 +371,7 @@ struct Slots {
     return fold_others(dims, itself, INFINITY, [&](float least, int i, int o, int d) { return minimum(least, value(i, o, d)); });
   }
 
-  // The fewest visible slots, the highest by(i) first, whose value(i) come to a share of the sum over all.
+  // Returns how many visible slots, by descending by(i), reach `share` of the sum of value.
   template <class Value, class By>
   double enough(Value&& value, double share, By&& by) const {
     const std::vector<int32_t> order = ordered(by, [](int) { return 0; });
@@ -380,7 +382,7 @@ struct Slots {
     return taken;
   }
 
-  // How many of the visible slots, or of those of its page, rank lower than each by value(i).
+  // Returns how many visible slots, in its page if given, rank lower than each by value.
   template <class Value>
   std::vector<float> rank(Value&& value, const Pages* pages = nullptr) const {
     const auto page = [=](int i) { return pages ? pages->of[i] : 0; };
@@ -407,7 +409,7 @@ struct Slots {
     return folded;
   }
 
-  // The visible slots by page, by value(i) within it, of equals the older first.
+  // Returns the visible slots by page, then value(i), then age.
   template <class Value, class Page>
   std::vector<int32_t> ordered(Value&& value, Page&& page) const {
     std::vector<Grade> grades(static_cast<std::size_t>(slots));
@@ -437,7 +439,7 @@ struct Slots {
 
   float* ring_row(int r, int size, int query) const { return column(ring_rows[r] + query % size); }
 
-  // Row by row, so that the loop over slots vectorises.
+  // Row by row, so that the loop over slots vectorizes.
   template <class Fold>
   const float* fold_ring(int r, int size, float start, float* to, Fold fold) const {
     const int32_t* const at = position;
@@ -454,7 +456,7 @@ struct Slots {
 
   int first_of_ring(int size) const { return newest - size + 1 > since ? newest - size + 1 : since; }
 
-  // Divides by the number of the newest `size` queries that could see the slot.
+  // Divides by how many of the newest `size` queries could see the slot.
   const float* divide_by_queries(int size, float* to) const {
     const int32_t* const at = position;
     const int n = slots, first = first_of_ring(size), reach = window > 0 ? window - 1 : newest;
@@ -468,7 +470,7 @@ struct Slots {
   }
 };
 
-// What the query heads of a group give, value(g) each, as one number; under `each` the query has one head.
+// Reduces value(g) over the query heads of a group.
 template <Group how, class Value>
 inline auto over_group(int group, Value&& value) {
   auto result = value(0);
@@ -476,19 +478,19 @@ inline auto over_group(int group, Value&& value) {
   return how == Group::mean ? result / static_cast<decltype(result)>(group) : result;
 }
 
-// One query that has attended to the slots (or one of T, in turn). visible(i) says which it could see.
+// A query after attention. visible(i) tells which slots it sees.
 struct Query : Slots {
-  const float* attn;   // [slots] the probability, reduced over the group; valid if Policy::needs_attn
-  const float* logit;  // [slots] the score before softmax, likewise; valid if Policy::needs_logit
-  const float* query;  // [group, key_dim], not scaled
+  const float* attn;   // [slots] probabilities reduced over the group, if Policy::needs_attn
+  const float* logit;  // [slots] logits reduced over the group, if Policy::needs_logit
+  const float* query;  // [group, key_dim], unscaled
   int group;
-  int query_head;      // the first one's number in the layer
-  const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
+  int query_head;      // index of the first one in the layer
+  const int32_t* sketch;  // [dims] dims of the sketch, ascending, if there is one
   int dims;
 
   float q(int g, int d) const { return query[g * key_dim + d]; }
 
-  // Only its query head of that number is left.
+  // Keeps only query head g.
   void leave(int g) {
     query += int64_t{g} * key_dim;
     query_head += g;
@@ -496,7 +498,7 @@ struct Query : Slots {
   }
 };
 
-// A query of one head.
+// Returns the query of head g alone.
 template <class Row>
 Row alone(const Row& row, int g) {
   Row own = row;
@@ -504,7 +506,7 @@ Row alone(const Row& row, int g) {
   return own;
 }
 
-// The same with the cached keys and values, for a policy whose observe is a template over them.
+// Adds cached keys and values, for a policy that reads them.
 template <class T, class Seen>
 struct Typed : Seen {
   float k(int i, int d) const { return to_float(reinterpret_cast<const T*>(this->keys.row(i))[d]); }
@@ -514,7 +516,6 @@ struct Typed : Seen {
 template <class T>
 using QueryOf = Typed<T, Query>;
 
-// And for one whose settle is.
 template <class T>
 using HeadOf = Typed<T, Head>;
 
