@@ -108,8 +108,7 @@ def test_it_is_explained() -> None:
     assert any("its lowest-scored tokens leave" in line for line in said)
     mixed = policy(BUDGET, SCORE, "keep first 4", "keep where mean(attn) > 0.1").model_copy(update={"ends_last": True})
     assert any(
-        "the lowest-scored tokens of `keep top` and `keep where` leave" in line
-        for line in rows(facts(mixed))["protects"]
+        "the lowest-scored tokens of `keep top` and `keep where` leave" in line for line in rows(facts(mixed))["protects"]
     )
     ends = rows(facts(policy(BUDGET, SCORE, "keep first 4")))["protects"]
     assert not any("leave" in line for line in ends)
