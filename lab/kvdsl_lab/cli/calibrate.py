@@ -97,7 +97,7 @@ def command(
         )
     if any(one.statistic.twice for one in wanted) and sinks + recent >= length // 2:
         raise click.UsageError(
-            f"a streaming head would attend to {sinks} + {recent} tokens, and so to the first of the two passes over {length // 2}: "
+            f"a streaming head would attend to {sinks} + {recent} tokens, from the second pass into the first ({length // 2} each): "
             f"give smaller --sinks and --recent, or a larger --length"
         )
     there = files.files_of(wanted, out)
