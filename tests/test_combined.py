@@ -219,7 +219,7 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     shown = f"{edition}\nimport h2o\n\npolicy H2O_when_prefill = H2O with when prefill\n"
     assert run(capsys, "show", once).out == shown
     assert run(capsys, "show", once, "--json").json()["path"] is None
-    assert "lies in no file" in run(capsys, "show", once, "--path").err
+    assert "is not in a file" in run(capsys, "show", once, "--path").err
     said = run(capsys, "diff", "h2o", once, "--json").json()["changes"]
     assert said[0] == {"title": "statements", "a": [], "b": ["when prefill"]}
     assert (

@@ -127,7 +127,7 @@ STILL = 2.0
 
 
 def stamp(file: Path) -> Stamp:
-    """Return a file's stamp, in microseconds."""
+    """Return the inode, size and times of a file, in a few microseconds."""
     found = file.stat()
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 

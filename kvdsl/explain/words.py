@@ -89,7 +89,7 @@ def _shares(policy: Policy) -> Iterator[str]:
         return
     least = f" or {floor} of its budget" if floor else ""
     yield (
-        f"the layers share their budgets after the prompt: each has what is protected at the ends{least}, and its share of "
+        f"the layers share their budgets after the prompt: each gets the tokens that it protects at the ends{least}, and a share of "
         f"the rest by {print_expression(layers.by)}"
     )
 

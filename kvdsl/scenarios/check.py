@@ -113,7 +113,7 @@ class _Check:
             else:
                 self._order_of_others(step, before)
         if not self.test.of(syn.Expect):
-            help = "write what holds after the last token: `expect kept 0, 2`"
+            help = "a test checks something after its last token, such as `expect kept 0, 2`"
             self._report(codes.TEST_OF_NOTHING, self.test.title.span, "the test expects nothing", help)
 
     def _order_of_others(self, step: syn.Step, before: tuple[syn.Step, ...]) -> None:

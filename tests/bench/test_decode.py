@@ -98,7 +98,7 @@ def test_command(capsys):
     ("words", "message"),
     [
         ("bench decode --set budget=3", "--live"),
-        ("bench decode --backend triton", "serves GPUs"),
+        ("bench decode --backend triton", "needs a GPU"),
         ("bench decode --policy rocko", "roco"),
         ("bench decode --set bugdet=3", "bugdet"),
     ],

@@ -127,7 +127,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("--evict 64 --live 64", "fewer must leave"), ("--set budget=3", "--live"), ("--backend triton", "serves GPUs")],
+    [("--evict 64 --live 64", "evict fewer than"), ("--set budget=3", "--live"), ("--backend triton", "needs a GPU")],
 )
 def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "update", *words.split()]) in (1, 2)

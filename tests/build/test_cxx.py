@@ -157,7 +157,7 @@ def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str]
     whole = cxx.shared_library(source, "thing")
     fake(f'head -c {whole.stat().st_size // 2} {whole} > "$out"')
     with pytest.raises(
-        KvdslError, match=r"fake-g\+\+ reports success, but writes half a file; is the disk full\? else set CXX"
+        KvdslError, match=r"fake-g\+\+ reports success, but wrote an incomplete file; is the disk full\? else set CXX"
     ):
         cxx.shared_library(source, "thing")
     fake(f'cat {whole} > "$out"')

@@ -169,7 +169,7 @@ def test_a_disk_that_loses_what_is_written(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(store.os, "rename", lossy)
     make = Maker()
     with pytest.raises(
-        KvdslError, match=r"damaged as soon as it is written \(one is not what was written\): .*set KVDSL_CACHE_DIR"
+        KvdslError, match=r"damaged right after writing \(one is not what was written\): .*set KVDSL_CACHE_DIR"
     ):
         entry(folder, "thing", make)
     assert make.made == 1, "an error, and no loop"

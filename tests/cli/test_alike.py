@@ -43,7 +43,7 @@ def test_every_command_has_json() -> None:
 @pytest.mark.parametrize(
     ("words", "text", "shown"),
     [
-        ("check -", MINE, "all is well"),
+        ("check -", MINE, "no problems"),
         ("explain -", MINE, "Mine (policy.kv)"),
         ("show -", MINE, "policy Mine"),
         ("fmt -", MINE, "policy Mine"),
@@ -94,7 +94,7 @@ def test_the_clone_has_no_errors(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_json_of_what_writes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "new", "mine", "--json").json()["files"] == ["mine.kv", "mine_test.kv"]
-    assert run(capsys, "new", "mine", "--json").json()["error"]["message"].startswith("there is a `mine.kv` already")
+    assert run(capsys, "new", "mine", "--json").json()["error"]["message"].startswith("`mine.kv` already exists")
     Path("mine.kv").write_text(MINE.replace("  param", "     param"))
     [one] = run(capsys, "fmt", "--check", "mine.kv", "--json").json()["files"]
     assert one["changed"] and one["text"] == MINE and Path("mine.kv").read_text() != MINE

@@ -172,7 +172,7 @@ def test_of_tensors_of_files_no_text_is_tried(capsys: Capture) -> None:
     tensor = 'tensor w [layers, heads] from "w.safetensors"'
     a = write("one.kv", "param budget = 64", tensor, "score mean(attn) * w")
     b = write("two.kv", tensor, "budget where(w > 0, 64, 32)", "score mean(attn)")
-    assert "No text was tried: tensors of files have the sizes of a model" in run(capsys, "diff", a, b).out
+    assert "No text was tried: tensors of files have a model's sizes" in run(capsys, "diff", a, b).out
     assert diff(capsys, a, b)[0]["texts_tried"] == 0
 
 

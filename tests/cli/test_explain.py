@@ -100,7 +100,7 @@ def test_options_of_the_cache(capsys: Capture) -> None:
         256,
     )
     refused = run(capsys, "explain", "h2o", "--rope", "cached")
-    assert refused.code == 2 and "leave `rope` out" in refused.err
+    assert refused.code == 2 and "leave out `rope`" in refused.err
 
 
 def test_what_kernels_keep_beside_keys(capsys: Capture) -> None:
@@ -150,8 +150,8 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         (f"{BASE}; victims shared by heads", "the same tokens in the KV heads of a layer"),
         (f"{BASE}; layers 2..", "in layers 2..; every token in the others"),
         (f"{BASE}; when decode", "the prompt stays whole"),
-        (f"{BASE}; positions compact", "its rank among those that are still there"),
-        (f"{BASE}; positions compact; rope cached", "256 more for the key's rotated half (1.5 × the key and value)"),
+        (f"{BASE}; positions compact", "its rank among the live tokens"),
+        (f"{BASE}; positions compact; rope cached", "256 more for the key's rotated half (1.5× the key and value)"),
         (f"{BASE}; storage blocks 16", "in blocks of 16 slots, from one pool for the rows of a batch"),
         (f"{BASE}; trigger overflow >= 0", "never: the trigger is 0"),
         (f"{BASE}; trigger overflow >= 0; when decode; cap hard", "no more than the prompt + 1, or budget + 0"),
@@ -159,7 +159,7 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
             f"{BASE}; trigger overflow >= 9; max_drop 4; slack 2",
             "4 tokens at a time more if that would leave more than 2",
         ),
-        (f"{BASE}; cap hard", "before a token comes in"),
+        (f"{BASE}; cap hard", "before a new token would exceed the budget"),
         (f"{BASE}; keep where age < 3", "the tokens where age < 3"),
         (
             "param budget = 64; score ema(attn, 0.9)",
@@ -173,7 +173,7 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         ),
         ("param budget = 64; score norm2(k)", "once, when the token comes in"),
         ("param budget = 64; score sum(attn over last 9 queries)", "attn, from each of the last 9 queries"),
-        ("select top 9 by dot(q, k) in layers 1..", "attends to 9 tokens: what is protected"),
+        ("select top 9 by dot(q, k) in layers 1..", "attends to 9 tokens: the protected ones"),
         ("pages 4; select top 9 by sum(q * max(k over page) over dims)", "as whole pages of 4"),
     ],
 )
@@ -329,7 +329,10 @@ def test_layers_that_share(capsys: Capture) -> None:
         capsys, "param budget = 8; score sum(attn); when prefill; budget budget across layers by 1 + layer floor 0.1"
     )
     shown = " ".join(out.split())
-    assert "each has what is protected at the ends or 0.1 of its budget, and its share of the rest by 1 + layer" in shown
+    assert (
+        "each gets the tokens that it protects at the ends or 0.1 of its budget, and a share of the rest by 1 + layer"
+        in shown
+    )
     assert "in the prompt: the prompt, in all layers at a time" in shown
     assert all(one["ok"] for one in content["backends"])  # type: ignore[attr-defined]
     shown = " ".join(

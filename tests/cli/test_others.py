@@ -102,7 +102,7 @@ def test_doctor_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 @pytest.mark.parametrize(
-    ("command", "says"), [("true", "writes no file"), ("false", "without output"), ("g++ -fno-such", "-fno-such")]
+    ("command", "says"), [("true", "wrote no file"), ("false", "without output"), ("g++ -fno-such", "-fno-such")]
 )
 def test_doctor_with_a_compiler_that_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, says: str

@@ -98,11 +98,11 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
         (["--policy", "raas"], "RaaS is not served over prompts that requests share: line 19: `score"),
         (["--policy", "roco_easykv", "--set", "generated=1"], "line 22: `keep top "),
         (["--policy", "tova with budget prompt + budget"], "no `keep` protects all of it; write `keep first prompt`"),
-        (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
+        (["--policy", "h2o", "--set", "budget=many"], "which is not a number"),
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),
         (["--policy", "snapkv", "--set", "budget=0.5"], "a ratio of each prompt"),
-        (["--policy", "h2o", "--additional-config", "{}"], "--policy and --set say"),
-        (["--policy", "h2o", "--additional_config={}"], "--policy and --set say"),
+        (["--policy", "h2o", "--additional-config", "{}"], "--policy and --set replace"),
+        (["--policy", "h2o", "--additional_config={}"], "--policy and --set replace"),
     ],
 )
 def test_what_is_refused(vllm: None, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
@@ -136,4 +136,4 @@ def test_a_name_that_is_a_folder_too(
     assert main(["serve", "smollm2", "--policy", "h2o"]) != 0
     assert "`smollm2` is a folder here and the name of a model" in capsys.readouterr().err
     assert main(["serve", "./smollm2", "--policy", "h2o"]) != 0
-    assert "holds no config.json" in capsys.readouterr().err
+    assert "has no config.json" in capsys.readouterr().err

@@ -58,7 +58,11 @@ def test_pages_messages_and_policies_have_none() -> None:
 def test_every_exception_is_still_one() -> None:
     """A room that is clean by now is linted with the others."""
     for room in style.LATER:
-        files = [style.ROOT / room] if room.endswith(".md") else sorted((style.ROOT / room).rglob("*.py"))
+        files = (
+            [style.ROOT / room]
+            if room.endswith(".md")
+            else style.ROOT.glob(f"{room}/**/*.py" if (style.ROOT / room).is_dir() else f"{room}*")
+        )
         assert any(list(style.findings(file, WORDS)) for file in files), room
 
 

@@ -191,7 +191,7 @@ def test_commands(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("consistency --budgets 64", "rates of a stretch"), ("consistency --scores x", "no score `x`"),
+    [("consistency --budgets 64", "ratios of a stretch"), ("consistency --scores x", "no score `x`"),
      ("persistence --life 600", "a life of 600"), ("consistency --budgets a", "`a` is no budget")],
 )  # fmt: skip
 def test_mistakes(words: str, message: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,7 +216,7 @@ def test_what_is_written_is_what_the_policy_reads(
     (tmp_path / "mine.kv").write_text(POLICY.format(lines))
     command = ["calibrate", str(tmp_path / "mine.kv"), "--model", tiny, "--tokens", "128", "--length", "64"]
     assert main(command) == 2
-    assert "a streaming head would see 16 + 64 tokens" in capsys.readouterr().err
+    assert "a streaming head would attend to 16 + 64 tokens" in capsys.readouterr().err
     command += ["--sinks", "2", "--recent", "8"]
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -138,13 +138,10 @@ def test_a_text_that_is_shorter_than_the_budget(capsys, tiny):
     assert data["evicted"] is False and data["cache_bytes"] > 10 * data["full_cache_bytes"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert (
-        f"cache {size(data['full_cache_bytes'])} held, room for {size(data['cache_bytes'])}; nothing was evicted yet"
-        in shown
-    )
+    assert f"cache {size(data['full_cache_bytes'])} held, room for {size(data['cache_bytes'])}; nothing was evicted" in shown
     assert main([*words, "--compare"]) == 0
     shown = capsys.readouterr().out
-    assert "RoCo: nothing was evicted yet" in shown and "%)" not in shown
+    assert "RoCo: nothing was evicted" in shown and "%)" not in shown
     assert main([*words, "--json", "--policy", "full"]) == 0
     assert json.loads(capsys.readouterr().out)["evicted"] is None
     assert main([*words, "--json", "--set", "budget=3"]) == 0
@@ -156,8 +153,8 @@ def test_a_text_that_is_shorter_than_the_budget(capsys, tiny):
     [
         (["--model", "./nowhere"], "there is no model folder"),
         (["--model", "some/deep/nowhere"], "there is no model folder"),
-        (["--backend", "triton"], "serves GPUs"),
-        (["--prompt", " "], "nothing to go on from"),
+        (["--backend", "triton"], "needs a GPU"),
+        (["--prompt", " "], "the text is empty"),
         (["--prompt", "x", "--prompt-file", __file__], "not both"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--set", "bugdet=3"], "bugdet"),
@@ -243,7 +240,7 @@ def test_an_evaluation_ends_when_it_says(tiny):
     words = f"ppl --policies full,window --budgets 8 --tokens 16 --stretches 2 --minutes 1e-9 --backend torch --model {tiny}"
     done = CliRunner().invoke(evaluate, words.split())
     assert done.exit_code == 0, done.output
-    assert "time was up: 1 of the 15 tokens of each stretch were read" in done.stderr
+    assert "time ran out: 1 of the 15 tokens of each stretch were read" in done.stderr
 
 
 def test_evaluations_for_people(tiny):
@@ -329,4 +326,4 @@ def test_what_the_demo_counts_is_there():
 
 def test_budgets_are_given_once(capsys):
     assert main(["eval", "ppl", "--policies", "h2o", "--set", "budget=32"]) == 2
-    assert "budgets are given by --budgets here, and not by --set" in capsys.readouterr().err
+    assert "give budgets with --budgets, not with --set" in capsys.readouterr().err

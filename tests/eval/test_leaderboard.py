@@ -464,7 +464,7 @@ def test_a_run_too_short_for_anything_says_what_to_do(
     words = ["--quick", "--minutes", "1e-9", "--length", "128", "--items", "1", "--workers", "1", "--out", str(tmp_path)]
     found = CliRunner().invoke(command, [*words, "--tasks", "books", "--backend", "torch"])
     assert isinstance(found.exception, KvdslError)
-    assert "no item was finished: give more --minutes" in str(found.exception)
+    assert "no item finished: give more --minutes" in str(found.exception)
 
 
 def test_an_unknown_task_is_named() -> None:

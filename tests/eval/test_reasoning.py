@@ -160,7 +160,7 @@ def test_too_few_problems_are_said_at_once(model: Any, tokenizer: Any) -> None:
         Reasoning(rows=8).check(its, "gsm8k", 2)
     with pytest.raises(KvdslError, match="`math500` asks problems out of a file: give one with --data"):
         Reasoning(rows=8).check(its, "math500", 1)
-    with pytest.raises(KvdslError, match="tokens are more than the 256 that this model was made for"):
+    with pytest.raises(KvdslError, match="tokens exceed the model's limit of 256"):
         Reasoning(rows=8).check(lab(model, tokenizer, new_tokens=250), "gsm8k", 1)
 
 

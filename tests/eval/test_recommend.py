@@ -74,7 +74,7 @@ def test_answers_are_numbers_or_words() -> None:
 def test_sizes() -> None:
     assert [size(text) for text in ("4096", "1.5GB", "64MiB", "2 kib")] == [4096, 1_500_000_000, 64 * 2**20, 2048]
     for text in ("", "0", "-1", "many", "12 parsecs", "0.2"):
-        with pytest.raises(KvdslError, match="is no number of bytes"):
+        with pytest.raises(KvdslError, match="is not a number of bytes"):
             size(text)
 
 

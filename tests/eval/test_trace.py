@@ -178,7 +178,7 @@ def test_json_and_mistakes(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert found["evicted"] == 4 * (tokens - 8)
     for wrong, message in (
         (["--prompt", PROMPT, "--out", str(tmp_path / "no" / "page.html")], "there is no folder"),
-        (["--prompt", " "], "nothing to go on from"), (["--prompt", PROMPT * 30], "ask for fewer"),
+        (["--prompt", " "], "the text is empty"), (["--prompt", PROMPT * 30], "use fewer"),
     ):  # fmt: skip
         assert main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err

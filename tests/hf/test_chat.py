@@ -103,5 +103,5 @@ def test_what_is_no_chat(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KvdslError, match="a chat has one row"):
         talk("Hello", num_beams=2)
     assert talk("Hello", max_new_tokens=3)
-    with pytest.raises(KvdslError, match="the cache has seen a text already"):
+    with pytest.raises(KvdslError, match="the cache is not empty"):
         kvdsl.chat(model, tokenizer, cache)

@@ -92,7 +92,7 @@ def test_a_ratio_is_always_a_rate(ratio: float, held: int) -> None:
 
 @pytest.mark.parametrize("ratio", [0, -0.5, 1.5, 2, float("nan"), True, "0.5"])
 def test_what_is_no_ratio(ratio: Any) -> None:
-    with pytest.raises(KvdslError, match=r"`ratio` of TOVA is .*; give a ratio of the prompt above 0 and up to 1"):
+    with pytest.raises(KvdslError, match=r"`ratio` of TOVA is .*; use a ratio of the prompt above 0 and up to 1"):
         policies.make("tova", zoo.model("llama"), ratio=ratio)
 
 

@@ -135,7 +135,7 @@ def test_what_is_refused_at_once() -> None:
     model = zoo.model("llama")
     with pytest.raises(KvdslError, match="`kv_dtype` is 'int2'; give `model`, `int8`, `int4` or `fp8`"):
         kvdsl.load("roco")(model, kv_dtype="int2")
-    with pytest.raises(KvdslError, match="leave `rope` out"):
+    with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm", rope="cached", kv_dtype="int8")
     with pytest.raises(KvdslError, match=r"vLLM's pages .* leave `kv_dtype` out"):
         from kvdsl.integrations.vllm.settings import parsed
@@ -153,7 +153,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (("run", "roco", "--kv-dtype", "int3"), "'int3' is not one of 'model', 'int8', 'int4', 'fp8'"),
         (("build", "roco", "--kv-dtype", "int8"), "leave it out"),
-        (("serve", "smollm2", "--policy", "h2o", "--kv-dtype", "int8", "--dry-run"), "leave --kv-dtype out"),
+        (("serve", "smollm2", "--policy", "h2o", "--kv-dtype", "int8", "--dry-run"), "leave out --kv-dtype"),
     ):
         refused = run(capsys, *words)
         assert refused.code == 2 and message in " ".join(refused.err.split())

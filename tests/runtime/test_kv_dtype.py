@@ -113,7 +113,7 @@ def test_what_is_refused(folder: Path) -> None:
     spec, cpu = policy(folder, "roco").spec, torch.device("cpu")
     with pytest.raises(KvdslError, match=r"`kv_dtype` is 'int3'; give `model`, `int8`, `int4` or `fp8`"):
         spec.laid_out(kv_dtype="int3")
-    with pytest.raises(KvdslError, match="leave `rope` out"):
+    with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm").spec.laid_out(rope="cached", kv_dtype="int8")
     with pytest.raises(KvdslError, match=r"C\+\+ kernels select tokens by keys in the model's dtype"):
         choose(kvdsl.load("quest").spec.laid_out(kv_dtype="int8"), "cpu", cpu, torch.float32)

@@ -139,7 +139,7 @@ def test_edition_1_states_the_default(tmp_path: Path) -> None:
 
 
 def test_what_is_never_turned_has_no_halves() -> None:
-    with pytest.raises(KvdslError, match=r"H2O counts positions in the text.*leave `rope` out"):
+    with pytest.raises(KvdslError, match=r"H2O uses positions in the text.*leave out `rope`"):
         kvdsl.load("h2o", rope="cached")
     assert kvdsl.load("h2o", rope="fused") is kvdsl.load("h2o")
     with pytest.raises(KvdslError, match="`rope` is 'kept'; give `fused` or `cached`"):

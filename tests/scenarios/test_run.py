@@ -189,17 +189,19 @@ def test_what_a_refused_policy_never_came_to_is_a_failure() -> None:
     )
     assert failures(*early) == [(told, "expect live 12")]
     before = ("prompt { 100 times attend rest 0 }", "expect live 50", *late[2:3], late[-1])
-    assert failures("use SnapKV", "set budget = 0.5", *before) == [("expected an error, but `SnapKV` takes this", late[-1])]
+    assert failures("use SnapKV", "set budget = 0.5", *before) == [
+        ("expected an error, but `SnapKV` accepts this", late[-1])
+    ]
 
 
 def test_without_tokens_a_rate_is_refused_where_no_prompt_bears_it() -> None:
     """Half of a short prompt may be too little, and half of a long one is not."""
     steps = ("use StreamingLLM", "set budget = 0.5", 'expect error "kept first and last"')
-    assert failures(*steps) == [("expected an error, but `StreamingLLM` takes this", steps[-1])]
+    assert failures(*steps) == [("expected an error, but `StreamingLLM` accepts this", steps[-1])]
 
 
 def test_an_error_that_does_not_come_is_a_failure() -> None:
-    message = "expected an error, but `H2O` takes this"
+    message = "expected an error, but `H2O` accepts this"
     assert failures(*H2O, 'expect error "budget"') == [(message, 'expect error "budget"')]
 
 

@@ -1,13 +1,13 @@
-"""What the laboratory adds to the command line: `kvdsl` finds this module by the entry point `kvdsl.commands`."""
+"""The commands that kvdsl-lab adds; `kvdsl` finds them through the entry point `kvdsl.commands`."""
 
 COMMANDS = {
     "calibrate": "Write the tensors that a policy reads, from a model and a text.",
-    "trace": "Show which tokens a policy kept, step by step, as a page.",
+    "trace": "Write a page that shows which tokens a policy kept at each step.",
     "bench": "Measure how fast a policy runs.",
-    "eval": "Measure what a policy costs in quality.",
-    "leaderboard": "Compare policies on many tasks, with differences told from chance.",
-    "recommend": "Find the policy that loses least on your prompts, at the bytes that a request may take.",
-    "search": "Search for policies that nobody has written.",
-    "reproduce": "Measure a paper's tables and figures anew.",
+    "eval": "Measure how much quality a policy loses.",
+    "leaderboard": "Compare policies on many tasks, with tests of significance.",
+    "recommend": "Find the policy that loses least on your prompts within a memory limit.",
+    "search": "Search for new policies.",
+    "reproduce": "Reproduce a paper's tables and figures.",
 }
-"""Name -> one line of help. The module of that name beside this one holds the click command, called `command`."""
+"""Name -> one line of help. The module of that name has the click command, called `command`."""

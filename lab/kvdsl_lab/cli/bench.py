@@ -1,4 +1,4 @@
-"""`kvdsl bench`: how fast a policy runs, next to what it would replace."""
+"""`kvdsl bench`: the speed of a policy and of what it would replace."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def command() -> None:
     """Measure how fast a policy runs.
 
-    What is compared runs in turns in one process, on the same threads and the same bytes. Times are medians in milliseconds, in
-    brackets the first and third quartile; ratios are taken within a round, and their median over the rounds is given.
+    What is compared runs in alternation, in one process, on the same threads and the same data. Times are medians in milliseconds,
+    with the first and third quartile in brackets. Ratios are medians of the ratios within each round.
     """
 
 
@@ -40,13 +40,13 @@ def on_one_layer(
     given_budget: bool = False,
     packs: bool = False,
 ) -> Callable[[Any], Any]:
-    """What measurements of one layer share: the options that say what is measured, and how often; its policy comes as `spec`.
+    """Options of measurements of one layer. The command receives the policy as `spec`.
 
     Args:
-        repeats, warmup: the defaults; `least`: of repeats.
-        random: what the seed is of.
-        given_budget: whether a budget may be set; elsewhere `--live` decides it.
-        packs: whether another `--kv-dtype` than the model's may be measured.
+        repeats, warmup: the defaults; `least`: the smallest number of repeats.
+        random: what the seed generates, for the help.
+        given_budget: whether `--set budget=...` is allowed; otherwise `--live` gives the budget.
+        packs: whether `--kv-dtype` may differ from the model's dtype.
     """
 
     def decorate(measure: Any) -> Any:
@@ -55,17 +55,15 @@ def on_one_layer(
             type=click.Choice(["fp32", "bf16", "fp16"]),
             default="fp32",
             show_default=True,
-            help="Of keys and values.",
+            help="Type of keys and values.",
         )
-        @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="The backend of the policy.")
+        @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policy.")
+        @click.option("--threads", type=click.IntRange(1), help="CPU threads for every measurement [default: torch's].")
+        @click.option("--repeats", type=click.IntRange(least), default=repeats, show_default=True, help="Measured rounds.")
         @click.option(
-            "--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own]."
+            "--warmup", type=click.IntRange(0), default=warmup, show_default=True, help="Rounds before the measurement."
         )
-        @click.option(
-            "--repeats", type=click.IntRange(least), default=repeats, show_default=True, help="Rounds that are recorded."
-        )
-        @click.option("--warmup", type=click.IntRange(0), default=warmup, show_default=True, help="Rounds before that.")
-        @click.option("--seed", type=int, default=0, show_default=True, help=f"Of the random {random}.")
+        @click.option("--seed", type=int, default=0, show_default=True, help=f"Seed of the random {random}.")
         @cache_options
         @json_option
         @wraps(measure)
@@ -101,10 +99,10 @@ def decode(
     spec: PolicySpec, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
     repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """One decode step: place, attend, observe, settle, over a full cache.
+    """One decode step with a full cache: place, attend, observe, settle.
 
-    Compared with a streaming read of the same bytes (the roofline), torch's fused attention, which keeps no statistics and evicts
-    nothing, and with the same statistics and eviction in eager torch, with repeat_kv (as H2O's and EasyKV's code does) and without.
+    The baselines are a streaming read of the same bytes (the roofline), torch's fused attention, which has no statistics and no
+    eviction, and eager torch with the same statistics and eviction, with repeat_kv (as in H2O's and EasyKV's code) and without.
 
     \b
     Examples:
@@ -128,20 +126,18 @@ def decode(
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
 @click.option("--heads", type=click.IntRange(1), default=64, show_default=True, help="KV heads of a row.")
 @click.option("--head-dim", type=click.IntRange(8), default=64, show_default=True, help="Size of a head.")
-@click.option("--live", type=click.IntRange(2), default=1024, show_default=True, help="Tokens that are cached.")
-@click.option(
-    "--evict", type=click.IntRange(1), default=64, show_default=True, help="Tokens that leave, and come, at a time."
-)
+@click.option("--live", type=click.IntRange(2), default=1024, show_default=True, help="Cached tokens.")
+@click.option("--evict", type=click.IntRange(1), default=64, show_default=True, help="Tokens to evict and to add at a time.")
 @click.option("--equip", is_flag=True, help="All shapes of EQUIP's Table 5, instead of --batch, --heads and --head-dim.")
 @on_one_layer(random="keys, values and victims")
 def update(
     spec: PolicySpec, batch: int, heads: int, head_dim: int, live: int, evict: int, equip: bool, dtype: str, backend: str,
     repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Some tokens leave a cache and as many come in; nobody attends (EQUIP, appendix D.5).
+    """Evict tokens from a cache and add as many, without attention (EQUIP, appendix D.5).
 
-    In place, the new tokens overwrite the victims. Shift and append moves what is left together instead: between two buffers that
-    are allocated once, or into fresh memory, as models' code has it. A plain copy of the same bytes is the shift's bound.
+    In place, new tokens overwrite the victims. Shift and append instead moves the remaining tokens together, between two buffers that
+    are allocated once, or into fresh memory as in models' code. The shift's lower bound is a plain copy of the same bytes.
 
     \b
     Examples:
@@ -149,7 +145,7 @@ def update(
       kvdsl bench update streaming_llm --equip
     """
     if evict >= live:
-        raise click.BadParameter(f"of {live} tokens, fewer must leave", param_hint="--evict")
+        raise click.BadParameter(f"evict fewer than the {live} cached tokens", param_hint="--evict")
     from kvdsl.cli.progress import progress
     from kvdsl_lab.bench.update import EQUIP_SHAPES, Shape, bench_update
 
@@ -190,29 +186,33 @@ def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
 @command.command()
 @policies_option(
     "transformers,full,h2o,roco,streaming_llm",
-    help="Shipped policies, .kv files, or `transformers` for its own growing cache.",
+    help="Shipped policies, .kv files, or `transformers` for its DynamicCache.",
 )
-@click.option("--budgets", default="128", show_default=True, metavar="N,M", help="Budgets to run each with.")
+@click.option("--budgets", default="128", show_default=True, metavar="N,M", help="Budgets of each policy.")
 @cache_options
-@click.option("--shape", default="smollm2-135m", show_default=True, metavar="NAME[:LAYERS]", help="Whose layers and heads.")
+@click.option(
+    "--shape",
+    default="smollm2-135m",
+    show_default=True,
+    metavar="NAME[:LAYERS]",
+    help="Shape that gives the layers and heads.",
+)
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt.")
+@click.option("--new-tokens", type=click.IntRange(3), default=100, show_default=True, help="Tokens to generate and measure.")
 @click.option(
-    "--new-tokens", type=click.IntRange(3), default=100, show_default=True, help="Tokens that are recorded after it."
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Type of the model."
 )
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of the model."
-)
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random weights and prompts.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights and prompts.")
 @json_option
 def host(
     policies: str, budgets: str, settings: dict[str, str], shape: str, prompt_tokens: int, new_tokens: int, dtype: str,
     backend: str, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """What Python and torch spend on a layer and token beside the arithmetic, in microseconds of CPU time on one thread.
+    """Time that Python and torch spend beside the arithmetic, per layer and token, in µs of CPU time on one thread.
 
-    A model with the layers and heads of `--shape` is made so narrow that its matrices take no time, and the prompt is short. `beyond` is
-    by how much a token takes longer than that of whoever is named first, a layer.
+    The model has the layers and heads of `--shape`, is so narrow that its matrix products take no time, and reads a short prompt.
+    `beyond` is the additional time per layer and token relative to the first policy.
 
     \b
     Examples:
@@ -260,7 +260,7 @@ def _show_host(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 @command.command()
 @policy_options("h2o")
-@click.option("--length", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the prompt.")
+@click.option("--length", type=click.IntRange(1), default=8192, show_default=True, help="Length of the prompt.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
 @click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
@@ -270,10 +270,10 @@ def prefill(
     spec: PolicySpec, length: int, batch: int, kv_heads: int, group: int, head_dim: int, dtype: str, backend: str,
     repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """One layer's prompt: attend, observe, evict.
+    """One layer's prefill: attend, observe, evict.
 
-    Compared with torch's fused attention, which keeps no statistics and evicts nothing, and, where it fits into half of the free
-    memory, with the path that H2O's code takes: all probabilities at once. Beside the times, by how much the process grows at most.
+    The baselines are torch's fused attention, which has no statistics and no eviction, and, if it fits into half of the free memory,
+    the path of H2O's code, which computes all probabilities at once. The table also shows the peak growth of the process's memory.
 
     \b
     Examples:

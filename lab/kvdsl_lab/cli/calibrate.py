@@ -1,4 +1,4 @@
-"""`kvdsl calibrate`: the tensors that a policy reads, from a model that reads a text."""
+"""`kvdsl calibrate`: compute the tensors that a policy reads from a model and a text."""
 
 from __future__ import annotations
 
@@ -31,31 +31,29 @@ def _chosen(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 @click.command()
 @click.argument("policy", metavar="POLICY", shell_complete=completion.policies)
 @click.option("--tensor", "chosen", multiple=True, metavar="NAME=STATISTIC", callback=_chosen,
-              help="What a tensor of the policy is to hold, where its name does not say so; may be repeated.")  # fmt: skip
+              help="Statistic of a tensor whose name does not give it; may be repeated.")  # fmt: skip
 @model_option
 @text_option
 @click.option("--tokens", type=click.IntRange(8), default=8192, show_default=True, help="Tokens of the text to read.")
+@click.option("--length", type=click.IntRange(8), default=1024, show_default=True, help="Tokens of a stretch.")
 @click.option(
-    "--length", type=click.IntRange(8), default=1024, show_default=True, help="Tokens that the model reads at a time."
+    "--sinks", type=click.IntRange(0), default=16, show_default=True, help="First tokens that a streaming head attends to."
 )
-@click.option(
-    "--sinks", type=click.IntRange(0), default=16, show_default=True, help="First tokens that a streaming head sees."
-)
-@click.option("--recent", type=click.IntRange(1), default=64, show_default=True, help="Recent tokens that it sees.")
+@click.option("--recent", type=click.IntRange(1), default=64, show_default=True, help="Recent tokens that it attends to.")
 @click.option("--channels", type=click.IntRange(1), default=16, show_default=True, help="Heavy channels of a KV head.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False),
-              help="Folder for the files [default: where the policy looks for them].")  # fmt: skip
-@click.option("--force", is_flag=True, help="Write files anew that are there already.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+              help="Folder for the files [default: where the policy reads them].")  # fmt: skip
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's].")
 @dtype_option
 @json_option
 def command(
     policy: str, chosen: dict[str, str], model: str | None, text: Path | None, tokens: int, length: int, sinks: int, recent: int,
     channels: int, out: Path | None, force: bool, threads: int | None, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write the tensors that a policy reads: a model reads a text under the full cache, and its queries and keys are looked at.
+    """Compute the tensors that a policy reads from a model's queries and keys over a text, under the full cache.
 
-    A `tensor` line says where its file lies and over what it varies; what it holds is said by its name, or by --tensor:
+    A `tensor` line gives the file and the shape. The tensor's name gives the statistic, or --tensor does:
 
     \b
     q-filters        the direction along which a head's queries lie      filter, q_filter(s)
@@ -74,12 +72,11 @@ def command(
     streaming-heads  1 less that                                         streaming, streaming_heads
     head-importance  the same change, over the mean of all heads         importance
 
-    All but the last three read stretches of the text, evenly over it. These read each stretch's first half twice, and look at the second
-    time; they stand in for the gates that DuoAttention trains and the scores that HeadKV finds with questions, and only
-    approximate them. Vectors are rotated, as they are cached, but for the three of `query-` that say otherwise.
+    The last three read each stretch's first half twice and measure the second pass. They approximate the gates that DuoAttention trains
+    and the scores that HeadKV derives from questions. All others read stretches spread evenly over the text. Vectors are rotated, as
+    they are cached, except in `query-centres`, `query-roots` and `query-excess`.
 
-    The numbers belong to the model: another one refuses them, unless it has the same layers, KV heads and dims. Calibrate on another text
-    than the one that you measure on.
+    A file fits only models with the same layers, KV heads and dims. Use another text for calibration than for measurements.
 
     \b
     Examples:
@@ -96,11 +93,11 @@ def command(
     wanted = request.wanted(found, chosen, statistics(sinks, recent, channels))
     if tokens < length:
         raise click.UsageError(
-            f"--tokens {tokens} are fewer than the model reads at a time: give more, or a smaller --length"
+            f"--tokens {tokens} is less than a stretch of {length} tokens: give more, or a smaller --length"
         )
     if any(one.statistic.twice for one in wanted) and sinks + recent >= length // 2:
         raise click.UsageError(
-            f"a streaming head would see {sinks} + {recent} tokens, and so the first reading of the {length // 2} that are read twice: "
+            f"a streaming head would attend to {sinks} + {recent} tokens, from the second pass into the first ({length // 2} each): "
             f"give smaller --sinks and --recent, or a larger --length"
         )
     there = files.files_of(wanted, out)
@@ -130,9 +127,9 @@ def command(
         for one in tensors:
             click.echo(f"{path}: `{one.tensor.name}`, {one.statistic.doc}")
     where = (
-        "`kvdsl compile` takes the numbers into the policy's package"
+        "`kvdsl compile` copies the numbers into the policy's package"
         if out is None
-        else "the policy looks elsewhere for them"
+        else "the policy reads them from another folder"
     )
     click.echo(f"{ids.numel():,} tokens of the text in {seconds:g} s; {where}")
 

@@ -1,4 +1,4 @@
-"""`kvdsl eval`: what a policy costs in quality."""
+"""`kvdsl eval`: how much quality a policy loses."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POLICIES = "full,window,streaming_llm,h2o,roco"
 
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that all evaluations have."""
+    """Options of all evaluations."""
     command = model_and_text(command)
     for option in reversed((
         policies_option(_POLICIES),
         click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M",
-                     help="Budgets to run each with: tokens, or rates (0.25; 1.0 is all)."),
+                     help="Budgets of each policy: tokens, or ratios (0.25; 1.0 is everything)."),
         cache_options,
     )):  # fmt: skip
         command = option(command)
@@ -42,29 +42,31 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def command() -> None:
-    """Measure what a policy costs in quality: perplexity, fidelity to the full cache's text, recall."""
+    """Measure how much quality a policy loses: perplexity, fidelity to the full cache's text, recall."""
 
 
 @command.command()
 @shared
 @quick_option(budgets="32", tokens=128, stretches=6, minutes=1)
 @click.option("--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Length of a stretch of text.")
-@click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, evenly over the text.")
+@click.option(
+    "--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, spread evenly over the text."
+)
 @click.option("--chunk", type=click.IntRange(1), default=1, show_default=True, help="Tokens fed at a time.")
-@minutes_option("every stretch is cut to what all policies have read")
+@minutes_option("every stretch is cut to the tokens that all policies have read")
 @click.option(
     "--by", type=click.IntRange(1), metavar="N",
-    help="A row for every N tokens of a stretch, which may then be longer than the model was made for.",
+    help="Print a row for every N tokens of a stretch, which may then exceed the model's context.",
 )  # fmt: skip
 def ppl(
     tokens: int, stretches: int, chunk: int, minutes: float | None, by: int | None, as_json: bool, **setting: Any
 ) -> None:  # fmt: skip
-    """Perplexity of tokens that are predicted through the cache.
+    """Perplexity of a text under a policy.
 
-    The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each. A budget that is a rate
-    (0.25) is of a stretch. Rows of policies that never evicted, so that the full cache was measured, say so. `low` and `high`: other
-    stretches of such a text would give a perplexity between these, 95 times of 100. `against full`: what a paired test of the stretches
-    tells from chance; it needs six or more, and the policy `full`.
+    The model reads the text chunk by chunk (1 is token by token, as in decoding), and the policy evicts after each chunk. A ratio as
+    budget (0.25) is of a stretch. Rows of policies that never evicted say so: they measure the full cache. `low` and `high` are the
+    95 % interval of the perplexity over stretches. `against full` is a paired test over stretches; it needs at least six of them and
+    the policy `full`.
 
     \b
     Examples:
@@ -86,7 +88,7 @@ def ppl(
         rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by, until)
     read = sum(row["tokens"] for row in rows) // (begun.pairs * stretches)
     if read < tokens - 1:
-        warning(f"time was up: {read} of the {tokens - 1} tokens of each stretch were read")
+        warning(f"time ran out: {read} of the {tokens - 1} tokens of each stretch were read")
     begun.finish(with_intervals(rows), as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)
 
 
@@ -95,10 +97,12 @@ def ppl(
 @quick_option(budgets="64,128", prompt_tokens=256, new_tokens=32, prompts=2)
 @click.option("--prompt-tokens", type=click.IntRange(2), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate after each.")
-@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts, evenly over the text.")
+@click.option(
+    "--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts, spread evenly over the text."
+)
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of the prompt fed at a time [default: all].")
 def fidelity(prompt_tokens: int, new_tokens: int, prompts: int, chunk: int | None, as_json: bool, **setting: Any) -> None:
-    """Greedy text under a policy against the full cache's: ROUGE, BLEU, equal first tokens.
+    """Compare greedy text under a policy with the full cache's: ROUGE, BLEU, equal first tokens.
 
     \b
     Example:
@@ -127,9 +131,9 @@ def fidelity(prompt_tokens: int, new_tokens: int, prompts: int, chunk: int | Non
     "--pairs", type=click.IntRange(1, 48), default=8, show_default=True, help="Named numbers in a key-value prompt."
 )
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of the prompt fed at a time [default: all].")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the tasks.")
 def retrieval(length: int, trials: int, pairs: int, chunk: int | None, seed: int, as_json: bool, **setting: Any) -> None:
-    """Pass-keys and named numbers hidden at several depths of a text, asked for at its end.
+    """Recall of pass-keys and named numbers that are hidden at several depths of a text.
 
     \b
     Example:
@@ -148,15 +152,23 @@ def retrieval(length: int, trials: int, pairs: int, chunk: int | None, seed: int
 
 
 @command.command()
-@click.option("--selectors", default=None, metavar="A,B", help="What dims are chosen by [default: all, and Quest].")
+@click.option("--selectors", default=None, metavar="A,B", help="How dims are chosen [default: all ways, and Quest].")
 @click.option("--dims", default="2,4,8,16,32,64", show_default=True, metavar="N,M", help="Dims of the sketch.")
 @click.option("--tokens", default="64", show_default=True, metavar="N,M", help="Tokens that a query attends to.")
-@click.option("--intervals", default="64", show_default=True, metavar="N,M", help="Queries from one sketch to the next.")
+@click.option(
+    "--intervals", default="64", show_default=True, metavar="N,M", help="Queries between two updates of the sketch."
+)
 @click.option("--length", type=click.IntRange(8), default=768, show_default=True, help="Tokens of a stretch of text.")
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="How many of these are the prompt."
+    "--prompt-tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Tokens of a stretch that are the prompt.",
 )
-@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@click.option(
+    "--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, spread evenly over the text."
+)
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="Queries whose masks are compared.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random dims.")
 @model_and_text
@@ -164,10 +176,10 @@ def sketch(
     selectors: str | None, dims: str, tokens: str, intervals: str, length: int, prompt_tokens: int, stretches: int, queries: int,
     seed: int, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """How well a few dims tell which tokens matter (SparCas, equations 5 and 6, tables 2 to 4).
+    """How well a sketch of few dims finds the tokens that matter (SparCas, equations 5 and 6, tables 2 to 4).
 
-    The mask difference is the share of tokens that are chosen by the sketch but not by the whole keys, or the other way round; the
-    construction error is how far the scores over the sketch's dims lie from the whole ones. `full` has the full cache's perplexity.
+    The mask difference is the share of tokens that only one of the sketch and the whole keys selects. The construction error is the
+    distance between scores over the sketch's dims and whole scores. `full` has the full cache's perplexity.
 
     \b
     Examples:

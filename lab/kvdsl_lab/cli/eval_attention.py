@@ -1,4 +1,4 @@
-"""`kvdsl eval consistency` and `kvdsl eval persistence`: what policies can know of attention, and how it behaves."""
+"""`kvdsl eval consistency` and `kvdsl eval persistence`: how attention behaves, and what a policy can know of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from kvdsl_lab.eval.names import parse_budgets
 @click.command()
 @click.option("--scores", default="aas,aqas,ltas,mas", show_default=True, metavar="A,B", help="Scores to compare.")
 @click.option(
-    "--budgets", default="0.3,0.4,0.5,0.6", show_default=True, metavar="R,S", help="Budgets, as rates of a stretch."
+    "--budgets", default="0.3,0.4,0.5,0.6", show_default=True, metavar="R,S", help="Budgets, as ratios of a stretch."
 )
 @click.option("--length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a stretch of text.")
-@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@click.option(
+    "--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, spread evenly over the text."
+)
 @model_and_text
 def consistency(scores: str, budgets: str, length: int, stretches: int, as_json: bool, **given: Any) -> None:
-    """How far scores that see only what is cached agree with those of the full cache (RoCo, figure 2).
+    """How far scores computed from cached tokens agree with those of the full cache (RoCo, figure 2).
 
     \b
     aas   sum(attn)                           H2O
@@ -29,8 +31,9 @@ def consistency(scores: str, budgets: str, length: int, stretches: int, as_json:
     ltas  last(attn)                          TOVA
     mas   mean(attn)                          RoCo
 
-    The text is fed token by token to a policy that keeps the highest scores, without a window of recent tokens. After every token,
-    the Jaccard similarity of what it keeps and of as many tokens that score highest under the full cache: 1 where they are the same.
+    The model reads the text token by token. The policy keeps the tokens with the highest scores, without a window of recent tokens.
+    The result is the mean Jaccard similarity between its tokens and the same number of tokens with the highest scores under the full
+    cache.
 
     \b
     Example:
@@ -55,7 +58,7 @@ def consistency(scores: str, budgets: str, length: int, stretches: int, as_json:
 def _rates(text: str) -> list[float]:
     found = parse_budgets(text)
     if not all(is_rate(rate) and rate < 1 for rate in found):
-        raise KvdslError(f"`{text}`: budgets are rates of a stretch here, below 1, for example 0.3,0.5")
+        raise KvdslError(f"`{text}`: budgets are ratios of a stretch here, below 1, for example 0.3,0.5")
     return found
 
 
@@ -64,17 +67,19 @@ def _rates(text: str) -> list[float]:
     "--life", type=click.IntRange(2), default=256, show_default=True, help="Queries for which a token is followed."
 )
 @click.option("--length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a stretch of text.")
-@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@click.option(
+    "--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, spread evenly over the text."
+)
 @model_and_text
 def persistence(life: int, length: int, stretches: int, as_json: bool, **given: Any) -> None:
-    """How the deviation of the attention that a token receives develops while it ages (RoCo, figure 3).
+    """How the deviation of a token's attention changes as it ages (RoCo, figure 3).
 
     \b
-    peak     queries after which a token's deviation is highest (median)
+    peak     queries until a token's deviation is highest (median)
     brief    share of tokens for which that is at most 50
     falling  share of the steps after the peak at which it falls
-    left     what is left of the peak at the end (median)
-    --json has the mean deviation after 1, 2, ... queries too, as `curve`.
+    left     share of the peak that is left at the end (median)
+    --json also has the mean deviation after 1, 2, ... queries, as `curve`.
 
     \b
     Example:

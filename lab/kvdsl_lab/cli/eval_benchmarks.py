@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def _shared(out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options that both have."""
+    """Options of both benchmarks."""
     options = (
         click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True,
-                     help="The folder with the benchmark's JSONL files."),
-        click.option("--tasks", metavar="A,B", help="Which tasks [default: all that the folder has]."),
-        click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N examples of each task."),
+                     help="Folder with the benchmark's JSONL files."),
+        click.option("--tasks", metavar="A,B", help="Tasks [default: all in the folder]."),
+        click.option("--limit", type=click.IntRange(1), metavar="N", help="Use the first N examples of each task."),
         policies_option("full,roco", "--policy"),
         click.option("--budgets", default="0.25", show_default=True, metavar="N,M",
-                     help="Budgets to run each with: tokens, or rates of the prompt."),
+                     help="Budgets of each policy: tokens, or ratios of the prompt."),
         cache_options, model_option,
         click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path(out), show_default=True,
                      help="Folder for predictions and the result."),
-        click.option("--fresh", is_flag=True, help="Forget the predictions of an earlier run in that folder."),
-        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies."),
-        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own]."),
+        click.option("--fresh", is_flag=True, help="Discard the predictions of an earlier run in that folder."),
+        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies."),
+        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's]."),
         dtype_option, json_option,
     )  # fmt: skip
 
@@ -49,16 +49,16 @@ def _shared(out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 @click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="LongBench's dataset2prompt.json [default: in the data folder, or a folder `config` in it or beside it].")  # fmt: skip
 @click.option("--max-length", type=click.IntRange(2), metavar="N",
-              help="Cut the middle out of prompts of more than N tokens [default: what the model was made for].")  # fmt: skip
+              help="Cut the middle out of prompts of more than N tokens [default: the model's context].")  # fmt: skip
 @click.option(
-    "--chat/--no-chat", default=None, help="Use the model's chat template, where LongBench does [default: if it has one]."
+    "--chat/--no-chat", default=None, help="Use the model's chat template where LongBench does [default: if it has one]."
 )
 def longbench(prompts: Path | None, max_length: int | None, chat: bool | None, **given: Any) -> None:
-    """LongBench and LongBench-E under policies, by the benchmark's own metrics.
+    """LongBench and LongBench-E under policies, with the benchmark's own metrics.
 
     The folder holds the files of LongBench's data (hotpotqa.jsonl, trec_e.jsonl, ...) and, from its repository,
-    config/dataset2prompt.json. Prompts, cuts and metrics are those of LongBench's own scripts. Every prediction is saved when it
-    is made: the same command goes on with a run that was stopped.
+    config/dataset2prompt.json. Prompts, cuts and metrics are those of LongBench's scripts. Every prediction is saved at once: the same
+    command continues a stopped run.
 
     \b
     Examples:
@@ -75,11 +75,11 @@ def longbench(prompts: Path | None, max_length: int | None, chat: bool | None, *
 @_shared("results/ruler")
 @click.option("--split", default="validation", show_default=True, help="Name of the files in the tasks' folders.")
 def ruler(split: str, **given: Any) -> None:
-    """RULER under policies: needles, variables, frequent words and questions, by the benchmark's own metrics.
+    """RULER under policies: needles, variables, frequent words and questions, with the benchmark's own metrics.
 
-    The folder holds what RULER's prepare.py wrote, a folder for every task (niah_single_1/validation.jsonl, ...), or a file
-    TASK.jsonl for each. The prompts are used as they are: RULER lays them out for a tokenizer, a length and a chat template. Every
-    prediction is saved when it is made: the same command goes on with a run that was stopped.
+    The folder holds what RULER's prepare.py wrote: a folder per task (niah_single_1/validation.jsonl, ...), or a file TASK.jsonl per
+    task. Prompts are used unchanged, since RULER builds them for a tokenizer, a length and a chat template. Every prediction is saved
+    at once: the same command continues a stopped run.
 
     \b
     Examples:
@@ -97,14 +97,14 @@ def _names(tasks: str | None) -> list[str] | None:
 
 
 def _check_chat(tokenizer: Any, wanted: bool | None) -> bool:
-    """Whether chat templates are used: as is wanted, or if there is one."""
+    """Return whether to use chat templates: as requested, or if the tokenizer has one."""
     if wanted and tokenizer.chat_template is None:
         raise click.BadParameter("the model's tokenizer has no chat template", param_hint="--chat")
     return tokenizer.chat_template is not None if wanted is None else wanted
 
 
 _CHANGES_PREDICTIONS = ("kvdsl", "torch", "transformers", "gpu", "dtype")
-"""Parts of the environment that a run must have in common with the one that it goes on with."""
+"""Parts of the environment that a run must share with the run that it continues."""
 
 
 def _measure(

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     "`recompute` for a window without one, `shift:h2o` for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` "
     "for the same as published code has it, `kvpress:SnapKVPress` for a press, where kvpress is installed.",
 )  # fmt: skip
-@click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
+@click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets of each policy.")
 @cache_options
 @model_option
 @click.option("--shape", metavar="NAME[:LAYERS]",
-              help="Instead of a model, one with random weights: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip
+              help="Use random weights instead of a model: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip
 @text_option
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate after it.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
 @click.option("--share-prompt", is_flag=True,
-              help="All rows share one prompt, which is read once; each goes on with another of its likeliest tokens.")  # fmt: skip
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+              help="All rows share one prompt, which is read once; each continues with another of its likeliest tokens.")  # fmt: skip
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads for every measurement [default: torch's].")
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Rounds: a prompt and its tokens each."
 )
-@click.option("--warmup", type=click.IntRange(0), default=0, show_default=True, help="Rounds before that.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random weights and prompts.")
+@click.option("--warmup", type=click.IntRange(0), default=0, show_default=True, help="Rounds before the measurement.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights and prompts.")
 @dtype_option
 @json_option
 def generate(
@@ -53,15 +53,15 @@ def generate(
     prompt_tokens: int, new_tokens: int, batch: int, share_prompt: bool, backend: str, threads: int | None, repeats: int,
     warmup: int, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """A whole model: the prompt, then token by token, and the memory that it takes.
+    """Time and memory of a whole model: the prompt, then token by token.
 
-    All generate from the same prompts with the same weights, in turns, token by token; before that each generates once alone, which
-    warms it up and shows by how much its memory grows at most, and which shares of a token's time go to attention and to the cache's
-    update (appending, moving, evicting, the statistics that decide). Tokens a second are those of all rows, after the first token;
-    `as fast` compares with whoever is named first.
+    All policies generate from the same prompts with the same weights, alternating token by token. Before that, each generates once
+    alone: this warms it up and measures its peak memory and the shares of a token's time that attention and the cache's update take
+    (appending, moving, evicting, statistics). Tokens per second count all rows, after the first token. `as fast` is relative to the
+    first policy.
 
-    Shift and append, what in-place updates replace, is there for h2o, equip_h2o, streaming_llm and equip_streaming. From a prompt that
-    fills the budget on, every token evicts one.
+    Shift and append, which in-place updates replace, exists for h2o, equip_h2o, streaming_llm and equip_streaming. If the prompt
+    fills the budget, every token evicts one.
 
     \b
     Examples:
@@ -74,11 +74,9 @@ def generate(
     if model is not None and shape is not None:
         raise click.UsageError("give --model or --shape, not both")
     if shape is not None and text is not None:
-        raise click.UsageError("random weights read random tokens: give --text with a model only")
+        raise click.UsageError("--shape has random weights and reads random tokens: give --text with --model only")
     if share_prompt and "static" in policies.split(","):
-        raise click.UsageError(
-            "transformers cannot share what a static cache has read: leave `static` out, or --share-prompt"
-        )
+        raise click.UsageError("transformers cannot share a static cache's prompt: leave out `static` or --share-prompt")
     sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
     settings_by_policy(policies_among(names), settings, ASKER)
     refuse_triton(backend)
@@ -113,7 +111,7 @@ def generate(
 
 
 def _random(shape: str, dtype: str | None, batch: int, length: int, seed: int) -> tuple[Any, Tensor]:
-    """A model with random weights, and random prompts."""
+    """Return a model with random weights, and random prompts."""
     import torch
 
     from kvdsl_lab.bench.shapes import shaped_model
@@ -124,7 +122,7 @@ def _random(shape: str, dtype: str | None, batch: int, length: int, seed: int) -
 
 
 def _read(model: str | None, text: Path | None, dtype: str | None, batch: int, length: int) -> tuple[Any, Tensor]:
-    """A model, and prompts evenly over the text."""
+    """Return a model, and prompts spread evenly over the text."""
     from kvdsl.generation.models import load_model, windows
     from kvdsl.generation.text import read_text
 
@@ -163,7 +161,7 @@ _SHARES = {"attention": "attention", "rotation": "turning keys", "update": "cach
 
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Where a token's time goes; nothing where it cannot be told."""
+    """Return the table of the shares of a token's time; empty where they were not measured."""
     from rich.table import Table
 
     table = Table(title="\nof a token's time, %", title_justify="left", box=None, pad_edge=False)

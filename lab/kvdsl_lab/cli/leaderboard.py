@@ -1,4 +1,4 @@
-"""`kvdsl leaderboard`: every policy, several budgets, many tasks."""
+"""`kvdsl leaderboard`: all policies at several budgets on many tasks."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ if TYPE_CHECKING:
     policies="full,streaming_llm,h2o,roco,snapkv", rates="0.25", tokens="128", length=768, items=6,
     tasks="books,nearness,fact,niah_single_2",
 )  # fmt: skip
-@click.option(
-    "--rates", default="0.125,0.25,0.5", show_default=True, metavar="N,M", help="Budgets of prompts, as shares of them."
-)
+@click.option("--rates", default="0.125,0.25,0.5", show_default=True, metavar="N,M", help="Budgets of prompts, as ratios.")
 @click.option(
     "--tokens", default="128,256,512", show_default=True, metavar="N,M", help="Budgets while a text is decoded, in tokens."
 )
 @click.option(
     "--same-bytes",
     is_flag=True,
-    help="Budgets are of a policy that holds keys, values and positions alone: others get as many tokens less as the rest takes.",
+    help="Give all policies the same bytes: a policy with more state than keys, values and positions gets fewer tokens.",
 )
-@click.option("--claim", metavar="A,B", help="Test whether these are better than every other, all comparisons together.")
-@click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
+@click.option(
+    "--claim",
+    metavar="A,B",
+    help="Test whether these are better than every other policy, corrected for multiple comparisons.",
+)
+@click.option("--tasks", metavar="A,B", help="Tasks [default: all; an unknown name lists them].")
 @click.option("--data", "data", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="Problems for gsm8k and math500, a JSON object a line; may be given several times.")  # fmt: skip
+              help="Problems for gsm8k and math500, one JSON object per line; may be repeated.")  # fmt: skip
 @click.option(
     "--new-tokens",
     type=click.IntRange(1),
@@ -54,23 +56,23 @@ if TYPE_CHECKING:
     help="The longest answer to a problem, in tokens.",
 )
 @click.option("--samples", type=click.IntRange(1), default=1, show_default=True,
-              help="Answers to each problem; the share of right ones counts. 1 is greedy.")  # fmt: skip
+              help="Answers per problem; the score is the share of right ones. 1 is greedy.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.7, show_default=True,
-              help="Of the draws, with several --samples.")  # fmt: skip
-@click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
-@click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
-@minutes_option("an item that is not finished is dropped; a later run goes on")
+              help="Temperature of several --samples.")  # fmt: skip
+@click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Length of a text.")
+@click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts per task.")
+@minutes_option("an unfinished item is dropped; a later run continues")
 @click.option("--workers", type=click.IntRange(1), help="Processes, a thread and a model each [default: one a core]; 1 is this process, "
               "with torch's own threads.")  # fmt: skip
 @model_option
 @text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results/leaderboard"), show_default=True,
               help="Folder for measurements, tables and figures.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Forget what was measured before.")
+@click.option("--fresh", is_flag=True, help="Discard earlier measurements.")
 @click.option("--no-plots", is_flag=True, help="Tables only.")
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies.")
 @memory_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the texts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the texts.")
 @dtype_option
 @json_option
 def command(
@@ -79,22 +81,22 @@ def command(
     model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, memory: dict[str, str],
     seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Policies × budgets × tasks on a model, with differences that are told from chance.
+    """Compare policies at several budgets on many tasks, with tests of significance.
 
     \b
-    books            the loss of a book's tokens, fed one by one under a budget of tokens
-    nearness         KL divergence from the full cache's distribution, and how near the greedy texts are
-    chat             KL divergence in the replies of a conversation about a book, under a budget of tokens
+    books            loss on a book, token by token, under a budget in tokens
+    nearness         KL divergence from the full cache's distribution, and similarity of the greedy texts
+    chat             KL divergence in the replies of a conversation about a book, under a budget in tokens
     fact, facts      a code hidden in a book, alone or among eight
-    niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
-    gsm8k, math500   problems that a model answers step by step, from --data; an item is 32 of them
+    niah_…, vt, cwe, fwe    RULER's tasks, generated as in its paper
+    gsm8k, math500   problems from --data that a model answers step by step; an item is 32 problems
 
-    Questions are asked twice: in the prompt (`known`: what a policy sees when it evicts), and after the policy has evicted
-    (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items
-    too. OUT/leaderboard.md has the tables, leaderboard.json the same for programs.
+    Every question appears twice: in the prompt (`known`: the policy sees it before it evicts), and after the policy has evicted
+    (`later`). The run alternates over all tasks. It may be stopped at any time and continued later, also with more --items.
+    OUT/leaderboard.md has the tables, leaderboard.json the same for programs.
 
-    --claim tells whether policies of yours are better than the others, and would not look so by chance in any of the comparisons;
-    with --same-bytes they have to be better with fewer tokens where they hold more state.
+    --claim tests whether your policies are better than all others, corrected for all comparisons. With --same-bytes, a policy that
+    holds more state has to win with fewer tokens.
 
     \b
     Examples:
@@ -145,7 +147,7 @@ def command(
     with progress("leaderboard", items * len(todo)) as tick:
         rows = run.measure(bench, todo, items, out, facts, workers=count, until=until, fresh=fresh, tick=tick)
     if not rows:
-        raise KvdslError("no item was finished: give more --minutes, or fewer --policies and budgets, or a smaller --length")
+        raise KvdslError("no item finished: give more --minutes, fewer --policies and budgets, or a smaller --length")
     columns = summary.columns(rows)
     result: dict[str, Any] = {
         "format_version": FORMAT_VERSION, "environment": environment(dtype=kind, seed=seed), **facts,
@@ -166,7 +168,7 @@ def command(
 
 
 def _answers(data: Sequence[Path], asking: Asking) -> dict[str, Any]:
-    """What measurements of problems depend on besides; nothing without problems."""
+    """Return the settings that only measurements of problems depend on; empty without problems."""
     if not data:
         return {}
     drawn = {"samples": asking.samples, "temperature": asking.temperature} if asking.samples > 1 else {}
@@ -175,7 +177,7 @@ def _answers(data: Sequence[Path], asking: Asking) -> dict[str, Any]:
 
 
 def names_of_policies(name: str) -> list[str]:
-    """The policies that a name stands for."""
+    """Return the policies that a name stands for."""
     from kvdsl.compiler import analyse
     from kvdsl.shipped import found_policies, gallery_policies, shipped_policies
 

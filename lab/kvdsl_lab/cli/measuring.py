@@ -1,4 +1,4 @@
-"""What evaluations of a model share: the options that say which model and text, loading them, and tables of rows."""
+"""What evaluations share: the options for the model and the text, loading them, and printing tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def text_option(command: Any) -> Any:
-    """`--text`, given to the command as `text: Path | None`: a file that has been looked at."""
+    """Add `--text`, which the command receives as `text: Path | None`, an existing file."""
     option = click.option(
         "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True),
         help="A text file [default: the book that ships with kvdsl-lab].",
@@ -29,11 +29,11 @@ def text_option(command: Any) -> Any:
 
 
 def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say what is measured, and with what: the arguments of `Measured`, and `as_json`."""
+    """Add the options of `Measured`'s arguments, and `as_json`."""
     for option in reversed((
         model_option, text_option,
-        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies."),
-        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own]."),
+        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies."),
+        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's]."),
         dtype_option, json_option,
     )):  # fmt: skip
         command = option(command)
@@ -41,24 +41,24 @@ def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def minutes_option(what: str) -> Callable[[Any], Any]:
-    """`--minutes`, which is for `end_of`.
+    """Return the option `--minutes`, whose value `end_of` takes.
 
     Args:
-        what: becomes of that which is not finished.
+        what: what happens to unfinished measurements, for the help.
     """
     return click.option(
         "--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N",
-        help=f"Measure for so long at most, what loads the model included: {what}.",
+        help=f"Time limit, including the time to load the model: {what}.",
     )  # fmt: skip
 
 
 def end_of(minutes: float | None) -> float | None:
-    """When a command that begins now is to end, as `time.monotonic()` tells it; None: when it is done."""
+    """Return the `time.monotonic()` at which a command that starts now must end, or None without a limit."""
     return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def quick_option(**small: Any) -> Callable[[Any], Any]:
-    """`--quick`: other defaults, by the options' names; what is given stays as it is given."""
+    """Return the option `--quick`, which replaces the defaults of the named options; values that the user gives stay."""
 
     def shrink(ctx: click.Context, param: click.Parameter, quick: bool) -> None:
         if quick:
@@ -67,12 +67,12 @@ def quick_option(**small: Any) -> Callable[[Any], Any]:
     told = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in small.items())
     return click.option(
         "--quick", is_flag=True, is_eager=True, expose_value=False, callback=shrink,
-        help=f"A first impression: {told}, where nothing else is said.",
+        help=f"Quick look: defaults become {told}.",
     )  # fmt: skip
 
 
 class Measured:
-    """A model and a text, as the options ask."""
+    """A model and a text, loaded from the options."""
 
     def __init__(self, model: str | None, text: Path | None, backend: str, threads: int | None, dtype: str | None) -> None:
         refuse_triton(backend)
@@ -87,23 +87,23 @@ class Measured:
         self.model, self.tokenizer = load_model(model, dtype)
 
     def stretches(self, length: int, count: int) -> Any:
-        """Pieces of the text, int64 [count, length]; refused where the model was not made for so many tokens."""
+        """Return pieces of the text, int64 [count, length]; raise an error if they exceed the model's context."""
         from kvdsl.generation.models import check_length, windows
 
         check_length(self.model, length)
         return windows(self.tokenizer, self.text, length, count, apart=True)
 
     def print_json(self, content: Mapping[str, Any], seed: int | None = None) -> None:
-        """The command's one JSON object."""
+        """Print the command's one JSON object."""
         print_json(content, dtype=str(self.model.dtype).removeprefix("torch."), seed=seed)
 
 
 class Setting(Measured):
-    """What an evaluation of policies begins with."""
+    """The common setting of an evaluation of policies."""
 
     def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
         if settings.keys() & {"budget", "ratio"}:
-            raise click.UsageError("budgets are given by --budgets here, and not by --set")
+            raise click.UsageError("give budgets with --budgets, not with --set")
         self.budgets, names = parse_budgets(budgets), parse_policies(policies)
         settings_by_policy(names, settings, ASKER)
         from kvdsl_lab.eval.caches import Policies
@@ -126,7 +126,7 @@ _FOR_PROGRAMS = ("depths", "curve", "by_length", "evicted", "most_held", "losses
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of rows that have the same keys."""
+    """Print a table of rows with the same keys."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -154,7 +154,7 @@ def _cell(value: Any, name: str) -> str:
 
 
 def tell(findings: Mapping[str, Mapping[str, Any]], of: str) -> None:
-    """Whether a paper's claims hold, a line each; `of` names the count of what was compared."""
+    """Print whether a paper's claims hold, one per line; `of` is the key of the number of comparisons."""
     for claim, found in findings.items():
         if found[of]:
             click.echo(f"{'holds' if found['holds'] else 'does not hold'}: {claim} ({found['held']} of {found[of]})")
@@ -164,16 +164,16 @@ def tell(findings: Mapping[str, Mapping[str, Any]], of: str) -> None:
 
 
 def names(text: str) -> list[str]:
-    """`a,b` as words, each once."""
+    """Split `a,b` into words without duplicates."""
     return list(dict.fromkeys(piece.strip() for piece in text.split(",") if piece.strip()))
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas."""
+    """Split a list of numbers of at least 1, separated by commas."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
     if min(found) < 1:
-        raise click.BadParameter(f"`{text}` is no list of whole numbers above 0")
+        raise click.BadParameter(f"`{text}` is not a list of whole numbers above 0")
     return found

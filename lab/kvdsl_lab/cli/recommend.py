@@ -1,4 +1,4 @@
-"""`kvdsl recommend`: the policy that loses least on somebody's prompts."""
+"""`kvdsl recommend`: the policy that loses least on a user's prompts."""
 
 from __future__ import annotations
 
@@ -23,52 +23,54 @@ _DOZEN = (
     "streaming_llm", "h2o", "tova", "roco", "snapkv", "pyramidkv", "chunkkv", "keydiff", "knorm", "h2o_answer", "recent_answer",
     "random_answer",
 )  # fmt: skip
-"""The dozen that are compared where nobody names others: one or two of every kind."""
+"""The dozen policies that are compared by default: one or two of every kind."""
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FEW = 6
-"""Of fewer prompts no test can tell a difference."""
+"""Below this number of prompts no test can show a difference."""
 
 
 def size(text: str) -> int:
     """Read a number of bytes: 64MiB, 1.5GB, 4096.
 
     Raises:
-        KvdslError: if it is none.
+        KvdslError: if the text is not a size.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B)?", text.strip(), re.IGNORECASE)
     count = 0 if found is None else int(float(found[1]) * _UNITS[(found[2] or "").upper()])
     if count < 1:
-        raise KvdslError(f"`{text}` is no number of bytes; give for example 64MiB, 1.5GB or 4096")
+        raise KvdslError(f"`{text}` is not a number of bytes: give for example 64MiB, 1.5GB or 4096")
     return count
 
 
 @click.command()
 @model_option
 @click.option("--prompts", "path", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True,
-              help="A prompt a line, or JSON objects with `prompt` and perhaps `answer` and `kind`.")  # fmt: skip
+              help="One prompt per line, or JSON objects with `prompt` and, optionally, `answer` and `kind`.")  # fmt: skip
 @click.option("--answers", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="The right answers, a line each, where the prompts' file has none.")  # fmt: skip
-@click.option("--bytes", "most", required=True, metavar="SIZE", help="What the cache of one request may take: 64MiB, 1.5GB.")
+              help="The right answers, one per line, if the prompts' file has none.")  # fmt: skip
+@click.option(
+    "--bytes", "most", required=True, metavar="SIZE", help="Memory limit for the cache of one request: 64MiB, 1.5GB."
+)
 @click.option("--policies", metavar="A,B", help="The policies to compare [default: a dozen of different kinds].")
-@click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer.")
+@click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of an answer.")
 @click.option(
     "--items", type=click.IntRange(1), default=24, show_default=True, help="Prompts to measure, spread over the file."
 )
-@minutes_option("the advice goes by the prompts that were measured by then")
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the intervals.")
+@minutes_option("the advice uses the prompts measured so far")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the intervals.")
 @dtype_option
 @json_option
 def command(
     model: str | None, path: Path, answers: Path | None, most: str, policies: str | None, new_tokens: int, items: int,
     minutes: float | None, backend: str, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Say which policy loses least on your prompts when the cache of a request may take so many bytes.
+    """Find the policy that loses least on your prompts when the cache of a request has a memory limit.
 
     Each policy gets the largest budget with which your longest prompt and its answer stay within --bytes. Its loss is the KL divergence
     of its next token from the full cache's, in nats, along the full cache's answer. The advice names the policy with the smallest loss,
-    the policies that cannot be told from it, and the lines that generate and serve with it.
+    the policies without a significant difference from it, and the lines that generate and serve with it.
 
     \b
     Examples:
@@ -96,7 +98,7 @@ def command(
     result: dict[str, Any] = {"model": model or "reference", "bytes": limit, "new_tokens": new_tokens}
     whole = room.fit("full", limit)
     if whole.why_not is None:
-        reason = f"your longest request takes {whole.bytes:,} bytes under the full cache, which are within {limit:,}"
+        reason = f"your longest request takes {whole.bytes:,} bytes under the full cache, within the limit of {limit:,}"
         advice = _advice("full", {}, model, reason)
         result |= {"prompts": len(prompts), "rows": [], "refused": [], "kinds": [], "advice": advice}
     else:
@@ -109,7 +111,7 @@ def _compared(
     lm: Any, tokenizer: Any, policies: Any, fits: Mapping[str, Any], prompts: Sequence[Prompt], new_tokens: int,
     until: float | None, seed: int, model: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What came of the comparison, and the advice."""
+    """Return the comparison and the advice."""
     from kvdsl.cli.progress import progress
     from kvdsl_lab.recommend import contest
 
@@ -131,7 +133,7 @@ def _compared(
                 found[name].add(*one)
             tick()
     if not done:
-        raise KvdslError("the model answers none of these prompts with a single token: give other prompts")
+        raise KvdslError("the model's answer to every prompt is empty: give other prompts")
     full = found.pop("full")
     told = contest.verdict(found, seed)
     return {
@@ -143,7 +145,7 @@ def _compared(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """So many of the prompts, from all over the file."""
+    """Select `count` prompts, spread over the file."""
     step = max(1.0, len(prompts) / count)
     return [prompts[int(at * step)] for at in range(min(count, len(prompts)))]
 
@@ -164,7 +166,7 @@ def _reason(told: Any, prompts: int) -> str:
 
 
 def _by_kind(found: Mapping[str, Any], prompts: Sequence[Any], seed: int) -> list[dict[str, Any]]:
-    """The best policy of every kind of prompt that has enough of them."""
+    """Return the best policy for every kind that has enough prompts."""
     from kvdsl_lab.recommend import contest
 
     told = []
@@ -178,7 +180,7 @@ def _by_kind(found: Mapping[str, Any], prompts: Sequence[Any], seed: int) -> lis
 
 
 def _advice(policy: str, params: Mapping[str, float], model: str | None, reason: str) -> dict[str, Any]:
-    """What to take, and the lines to generate and to serve with it."""
+    """Return the recommended policy, and the lines to generate and to serve with it."""
     named = ["--model", model] if model is not None else []
     settings = [word for name, value in params.items() for word in ("--set", f"{name}={value:g}")]
     generate = ["kvdsl", "run", "--policy", policy, *settings, *named]

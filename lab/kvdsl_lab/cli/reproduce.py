@@ -16,15 +16,15 @@ from kvdsl_lab.reproduce import PAPERS
 
 _LIST = "\n".join(f"  {name:<9}{line}" for name, line in PAPERS.items())
 
-_HELP = f"""Measure a paper's tables and figures anew, on the model that ships with kvdsl-lab or on another.
+_HELP = f"""Reproduce a paper's tables and figures, on the model that ships with kvdsl-lab or on another.
 
 \b
 Papers:
 {_LIST}
 
-OUT/PAPER.json has every row, and for each of the paper's claims whether it holds; OUT/PAPER.md and OUT/PAPER.tex have the
-tables, OUT/PAPER/ the figures as PNG and SVG. What is measured is saved part by part: a run that was stopped goes on where it
-was, and one that is complete only draws its tables anew, unless it is asked to begin afresh.
+OUT/PAPER.json has every row and, for each of the paper's claims, whether it holds. OUT/PAPER.md and OUT/PAPER.tex have the tables,
+OUT/PAPER/ the figures as PNG and SVG. Every part is saved when it is measured: a stopped run continues where it stopped, and a
+complete one only draws its tables again, unless you pass --fresh.
 
 \b
 Examples:
@@ -36,18 +36,18 @@ Examples:
 
 @click.command(help=_HELP)
 @click.argument("paper", type=click.Choice(list(PAPERS)))
-@click.option("--quick", is_flag=True, help="Toy sizes: about a minute, to see how it works.")
+@click.option("--quick", is_flag=True, help="Toy sizes: runs in about a minute.")
 @model_option
 @text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
               help="Folder for the results.")  # fmt: skip
 @click.option("--only", metavar="A,B", help="Experiments to run [default: all; an unknown name lists them].")
-@click.option("--fresh", is_flag=True, help="Measure anew what is asked for, whatever was measured before.")
+@click.option("--fresh", is_flag=True, help="Discard earlier measurements.")
 @click.option("--no-plots", is_flag=True, help="Tables only; needs no matplotlib.")
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
-@click.option("--repeats", type=click.IntRange(3), help="How often a time is taken [default: 11, quick: 3].")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="Backend of the policies.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's].")
+@click.option("--repeats", type=click.IntRange(3), help="Repeats of every timing [default: 11, quick: 3].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @dtype_option
 @json_option
 def command(
@@ -85,7 +85,7 @@ def command(
 
 
 def _tell(result: Mapping[str, Any], out: Path, paper: str) -> None:
-    """What holds and what does not, and where the rest lies."""
+    """Print which claims hold, and where the results are."""
     words = {True: "holds", False: "does not hold", None: "open"}
     for experiment in result["experiments"]:
         for one in experiment["findings"]:

@@ -1,4 +1,4 @@
-"""`kvdsl search`: policies that nobody has written."""
+"""`kvdsl search`: search for new policies."""
 
 from __future__ import annotations
 
@@ -23,46 +23,58 @@ PROOF_SHARE = 1 / 3
     default="128",
     show_default=True,
     metavar="N,M",
-    help="Tokens that policies may keep; all budgets count alike.",
+    help="Tokens that policies may keep; all budgets have equal weight.",
 )
 @click.option(
     "--task",
     default="text,prompt",
     show_default=True,
     metavar="A,B",
-    help="What policies are judged by: a text that is read token by token, a prompt of four budgets with a few tokens behind it.",
+    help="Tasks: a text that is read token by token, or a prompt of four budgets with a few tokens after it.",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True, help="For search and proof."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10,
+    show_default=True,
+    help="Time for search and proof.",
 )
-@click.option("--evaluations", type=click.IntRange(1), help="Stop after so many policies, whatever the time.")
+@click.option("--evaluations", type=click.IntRange(1), help="Stop after this many policies.")
 @click.option("--bytes", "state_bytes", type=click.IntRange(0), default=16, show_default=True,
-              help="State that a policy may have of a slot, in bytes.")  # fmt: skip
+              help="Largest state per slot, in bytes.")  # fmt: skip
 @click.option(
-    "--operations", type=click.IntRange(1), default=24, show_default=True, help="Nodes that its expressions may have."
+    "--operations",
+    type=click.IntRange(1),
+    default=24,
+    show_default=True,
+    help="Largest number of nodes in a policy's expressions.",
 )
 @click.option(
-    "--trigger", type=click.IntRange(1), default=1, show_default=True, help="Tokens over its budget that it may hold."
+    "--trigger",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Tokens that a policy may hold beyond its budget.",
 )
-@click.option(
-    "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
-)
-@click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
+@click.option("--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies to write and to prove.")
+@click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text for the search.")
 @click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True), metavar="FILE",
-              help="Choose the finalists among the best by another text, however long that takes "
-                   "[default: by what is searched on].")  # fmt: skip
+              help="Choose the finalists among the best on another text, without a time limit "
+                   "[default: on the search's text].")  # fmt: skip
 @texts("choice")
-@click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Of unseen text, for the proof.")
+@click.option(
+    "--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches of unseen text for the proof."
+)
 @model_option
 @text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("search"), show_default=True,
               help="Folder for policies, page and database.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Forget what was found before.")
-@click.option("--no-plots", is_flag=True, help="No picture; needs no matplotlib.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+@click.option("--fresh", is_flag=True, help="Discard earlier results.")
+@click.option("--no-plots", is_flag=True, help="Skip the picture; needs no matplotlib.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's].")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
-              help="Processes that judge; of several, each has a thread and a model of its own.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+              help="Processes that judge; with more than one, each has one thread and its own model.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
 @dtype_option
 @json_option
 def command(
@@ -70,14 +82,13 @@ def command(
     texts: int, choice: Path | None, stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool,
     threads: int | None, workers: int, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Search for policies: change those that there are, judge, keep the best, again.
+    """Search for policies: vary existing ones, judge them, keep the best, repeat.
 
-    Candidates are judged by the error that they leave in the attention's output, on queries, keys and values that are recorded from
-    the model over a text; the better ones by how far the model's next token is from the full cache's. What is found is written as
-    .kv files into OUT, and compared with the best of the shipped policies by the loss of text that the judge has not seen, read token
-    by token. OUT/search.md says what came of it.
+    The search records a model's queries, keys and values over a text. It judges candidates by the error of the attention output, and
+    the better ones by the KL divergence of the model's next token from the full cache's. It writes the finalists as .kv files into OUT
+    and compares them with the best shipped policies by their loss on unseen text, read token by token. OUT/search.md has the results.
 
-    Everything stands in OUT/search.sqlite: a search that was stopped goes on with the same command, and with more --minutes.
+    OUT/search.sqlite saves everything: the same command continues a stopped search, also with more --minutes.
 
     \b
     Examples:
@@ -96,7 +107,7 @@ def command(
 
     tasks = tuple(dict.fromkeys(task.split(",")))
     if unknown := [name for name in tasks if name not in TASKS]:
-        raise click.BadParameter(f"there is no task `{unknown[0]}`; there are {', '.join(TASKS)}", param_hint="--task")
+        raise click.BadParameter(f"unknown task `{unknown[0]}`; the tasks are {', '.join(TASKS)}", param_hint="--task")
     if threads:
         torch.set_num_threads(threads)
     until = time.monotonic() + 60 * minutes

@@ -1,4 +1,4 @@
-"""`kvdsl trace`: a page that shows which tokens a policy kept, step by step."""
+"""`kvdsl trace`: write a page that shows which tokens a policy kept at each step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvdsl.cli.run import prompt_ids, prompt_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("trace.html"), show_default=True,
               help="The page.")  # fmt: skip
 @click.option("--backend", type=BACKENDS, default="torch", show_default=True,
-              help="What runs the policy; only torch tells the scores of decoded tokens.")  # fmt: skip
+              help="Backend of the policy; only torch reports the scores of decoded tokens.")  # fmt: skip
 @dtype_option
 @json_option
 def command(
     policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
     max_new_tokens: int, chunk: int | None, out: Path, backend: str, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show which tokens a policy kept while a model read a prompt and went on from it: one HTML file that needs no network.
+    """Write a page that shows which tokens a policy kept while a model read a prompt and continued it: one HTML file that works offline.
 
-    Every token is coloured by how many KV heads keep it, or by when it left, its score or a state column. A slider goes through the
-    steps; a strip for every layer and KV head shows where in the text lie the tokens that it holds, and chooses it; and pointing at a
-    token shows what every head knew of it at that step, and when it let it go. The prompt is one step, unless --chunk divides it.
+    A colour shows for every token how many KV heads keep it, when it was evicted, its score, or a state column. A slider selects the
+    step. A strip per layer and KV head shows where in the text its tokens lie, and selects the head. Pointing at a token shows each
+    head's values for it at that step, and when each head evicted it. The prompt is one step, unless --chunk divides it.
 
     \b
     Examples:
