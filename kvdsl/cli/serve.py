@@ -84,7 +84,7 @@ def served(
         KvdslError: for what cannot be served, or is not installed.
     """
     from kvdsl.integrations.vllm.launch import installed
-    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_trace_file
+    from kvdsl.integrations.vllm.refusals import refuse_layers, refuse_trace_file
     from kvdsl.integrations.vllm.releases import INSTALL, refuse_release
     from kvdsl.integrations.vllm.settings import Settings
     from kvdsl.models import place_of
@@ -115,7 +115,7 @@ def served(
             raise KvdslError("a request that shares its prompt cannot be traced: leave out --kvdsl-trace")
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
-        ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}
+        ours["--additional-config"] = json.dumps(told)
     given = {_option(word) for word in more}
     options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
     return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]

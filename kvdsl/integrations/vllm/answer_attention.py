@@ -20,8 +20,9 @@ from kvdsl.integrations.vllm.answer_step import Answer, Generated, Part, Step
 from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.guesses import Guesses
 from kvdsl.integrations.vllm.page import State, page
-from kvdsl.integrations.vllm.settings import Plan, traced
-from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import mark_late
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
@@ -78,7 +79,8 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self._dtype, self._cap, self._sinks = config.model_config.dtype, logits_soft_cap or 0.0, sinks
         self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-        self._texts = Texts.here if traced(config) is not None else None
+        texts = Texts.of(config)
+        self._tracing = None if texts is None else texts.tracing
         self._windowed = None
         if sliding_window is not None:
             self._windowed = CPUAttentionBackendImpl(
@@ -129,8 +131,8 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
                 self._undo.note(generated, step.table, first=number == 0)
             self._decode(generated, step.table, query, key, value, output)
         step.evictions.layer_is_done(kv_cache, self._counted, step)
-        if self._texts is not None:
-            self._texts.layer_is_done(self.number, self._held, step)
+        if self._tracing is not None:
+            self._tracing.layer_is_done(self.number, self._held, step)
         return output
 
     def _tell(self, layer: int, cache: Tensor) -> None:
@@ -141,6 +143,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self._lies = state_of(self._plan, heads, self.head_size, self._dtype)
         state = self._plan.settings.state(layer, self._plan.layers)
         state.column_index.ring_sizes = self._lies.ring_sizes
+        self._index = state.column_index
         self._rings, self._numbers = state.column_index.ring_rows(), state.settings.resolve(torch.ones(1)).contiguous()
         args = DecodeArgs(
             batch=1, kv_heads=heads, group=self.num_heads // heads, key_dim=self.head_size, value_dim=self.head_size,
@@ -197,8 +200,20 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
         """Attend from the tokens and update the policy's state, in one call of C++."""
         assert self._told is not None
-        which = (generated.row, generated.request, generated.place, generated.prompt)
-        self._told.decode_rows(table, which, *vectors)
+        which, told = (generated.row, generated.request, generated.place, generated.prompt), generated.told
+        if told is None:
+            self._told.decode_rows(table, which, *vectors)
+            return
+        for state, late in told.late.items():
+            mark_late(self._plan.settings.spec, self._columns_of(state), self.held(state), late)
+        self._told.decode_rows(table, which, *vectors, supplied=told.of_call(self.num_kv_heads))
+
+    def _columns_of(self, state: int) -> dict[str, Tensor]:
+        """An answer's state columns by name, [kv_heads, slots] each, as they lie in their block."""
+        rows, at = self._index.rows, self._lies.places["columns"]
+        numbers = rows * self.num_kv_heads * self._lies.slots
+        table = self._blocks[state].flatten().view(torch.uint8)[at : at + 4 * numbers].view(torch.float32)
+        return self._index.single(table.view(rows, self.num_kv_heads, self._lies.slots))
 
     def _held(self, answer: Answer) -> tuple[int, Tensor]:
         """How many tokens a request has read, and the places of those that it holds, int32 [kv_heads, tokens], -1 for none."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import DecodedTold, Told
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Generated:
     Attributes:
         row: where they are among the step's tokens. request: their rows of the table. place: their places in the texts.
         prompt: how many tokens the prompts have. state: the blocks that have their answers' states.
+        told: what requests say of these, where the policy reads that.
     """
 
     row: Tensor
@@ -42,11 +45,14 @@ class Generated:
     place: Tensor
     prompt: Tensor
     state: Tensor
+    told: DecodedTold | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[int, int, int, int, int]]) -> Generated:
-        """From tuples of these."""
-        return cls(*torch.tensor(found, dtype=torch.int64).T.contiguous())
+    def of(cls, found: list[tuple[tuple[int, int, int, int, int], Told | None]]) -> Generated:
+        """From tuples of these numbers, and what the request says of the token."""
+        told = {numbers[4]: one for numbers, one in found if one is not None}
+        table = torch.tensor([numbers for numbers, _ in found], dtype=torch.int64)
+        return cls(*table.T.contiguous(), DecodedTold.of(told) if told else None)
 
 
 class Answer(NamedTuple):
@@ -101,10 +107,11 @@ class Sorter:
 
     Args:
         size: tokens of a block.
+        texts: the requests', where something reads them.
     """
 
-    def __init__(self, size: int, evictions: Evictions) -> None:
-        self._size, self._evictions = size, evictions
+    def __init__(self, size: int, evictions: Evictions, texts: Texts | None) -> None:
+        self._size, self._evictions, self._texts = size, evictions, texts
         self._read: dict[int, int] = {}
         """By the block of an answer's state: how many tokens its request has read, guesses included."""
 
@@ -118,7 +125,7 @@ class Sorter:
         pages = list(map(Answer, states, ends.tolist(), lengths))
         parts: list[Part] = []
         rejected: list[tuple[int, int]] = []
-        generated: dict[int, list[tuple[int, int, int, int, int]]] = defaultdict(list)
+        generated: dict[int, list[tuple[tuple[int, int, int, int, int], Told | None]]] = defaultdict(list)
         for request, (first, last, one) in enumerate(zip(starts, starts[1:], pages, strict=False)):
             if first == last:
                 continue
@@ -130,8 +137,11 @@ class Sorter:
                 rejected.append((one.state, self._read[one.state] - before))
             if last > behind:
                 self._read[one.state] = one.read
+            teller = None if self._texts is None else self._texts.rows[request].teller
             for number, row in enumerate(range(behind, last)):
-                generated[number].append((row, request, before + row - first, one.prompt, one.state))
+                place = before + row - first
+                told = None if teller is None else teller.of_answer(place)
+                generated[number].append(((row, request, place, one.prompt, one.state), told))
         found = list(map(Generated.of, generated.values()))
         return Step(parts, *_places(parts, table, self._size), found, rejected, table, pages, self._evictions)
 

@@ -21,6 +21,7 @@ from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.releases import ANSWERS
 from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.texts import Texts
 
 
 class AnswerBackend(OwnBackend):
@@ -73,7 +74,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):  # type: ignore[misc]
             self._windowed.window_size = kv_cache_spec.sliding_window
             return
         evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
-        self._sorter = Sorter(kv_cache_spec.block_size, evictions)
+        self._sorter = Sorter(kv_cache_spec.block_size, evictions, Texts.of(vllm_config))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """None for what vLLM makes up to compile or to warm up: there prompts have no lengths."""

@@ -20,7 +20,7 @@ from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan, traced
 from kvdsl.integrations.vllm.step import EveryOne, Step
-from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.state.slots import SlotState
@@ -76,7 +76,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
         # On GPUs counting would wait for the device.
         self._counted = self._page.lies() if self._serves_policy and isinstance(self.caches, InBlocks) else None
-        self._texts = Texts.here if self._serves_policy and traced(config) is not None else None
+        texts = Texts.of(config)
+        self._tracing = texts.tracing if texts is not None and self._serves_policy else None
         self._layer: int | None = None
         """The layer's number, which its name tells with the first step."""
 
@@ -120,8 +121,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         for place, decoded in enumerate(attn_metadata.decoded):
             self.caches.decode(decoded, place, vectors, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._counted, attn_metadata)
-        if self._texts is not None:
-            self._texts.layer_is_done(self._layer, self._held, attn_metadata)
+        if self._tracing is not None:
+            self._tracing.layer_is_done(self._layer, self._held, attn_metadata)
         return output
 
     def _held(self, page: int) -> tuple[int, Tensor]:
@@ -150,6 +151,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self.reading.pop(prompt.page, None)
         query, key, value = map(batch.of_step, vectors)
         call = self._call(query, key, value, None if batch.real is None else batch.real.to(query.device))
+        if first.told is not None and self._serves_policy:
+            state.settings.turns = first.told.turns
+            call = call._replace(supplied=first.told.of_call(self.num_kv_heads))
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:

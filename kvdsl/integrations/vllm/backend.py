@@ -23,6 +23,8 @@ from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import Told
 
 
 class OwnBackend(AttentionBackend):  # type: ignore[misc]
@@ -111,6 +113,7 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
             torch.zeros(requests, 1, dtype=torch.bool, device=device),
         )
         self._evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
+        self._texts = Texts.of(vllm_config)
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 
@@ -127,8 +130,10 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
         prompts: list[Prompt] = []
         rejected: list[tuple[int, int]] = []
-        decoded: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for block, first, last, length, end in zip(pages, starts, starts[1:], lengths, ends, strict=False):
+        decoded: dict[int, list[tuple[int, int, Told | None]]] = defaultdict(list)
+        for request, (block, first, last, length, end) in enumerate(
+            zip(pages, starts, starts[1:], lengths, ends, strict=False)
+        ):
             if first == last:
                 continue
             before = length - (last - first)
@@ -136,10 +141,13 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
                 rejected.append((block, self._read[block] - before))
             self._read[block] = length
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
+            teller = None if self._texts is None else self._texts.rows[request].teller
             if behind > first:
-                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
+                read = before + behind - first
+                told = None if teller is None else teller.of_prompt(before, read)
+                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, told=told))
             for number, row in enumerate(range(behind, last)):
-                decoded[number].append((block, row))
+                decoded[number].append((block, row, None if teller is None else teller.of_answer(before + row - first)))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
 
     def _every_one(self, pages: Tensor) -> EveryOne:

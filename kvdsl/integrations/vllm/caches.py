@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.page import Page
+from kvdsl.integrations.vllm.told import mark_late_in
 from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
@@ -88,11 +89,18 @@ class InBlocks:
         """See `Caches`; in one call of C++."""
         if self._guesses:
             self._note(decoded, first=place == 0)
+        supplied = None
+        if decoded.told is not None and self.states[int(decoded.pages[0])].spec.supplied:
+            supplied = decoded.told.of_call(vectors[1].shape[1])
+            for page, late in decoded.told.late.items():
+                mark_late_in(self.states[page], late)
         if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks)
+            self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks, supplied)
             return
-        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
+        for at, (number, row) in enumerate(zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True)):
             token = self._call(*(x[None, row : row + 1] for x in vectors))
+            if supplied is not None:
+                token = token._replace(supplied=supplied[at, :, None, :, None])
             output[row] = self._backend.decode(self.states[number], token)[0, 0]
 
     def _note(self, decoded: Decoded, first: bool) -> None:

@@ -55,6 +55,8 @@ USED: dict[str, dict[str, str]] = {
         "CPUAttentionMetadataBuilder": "",
         "_get_attn_isa": "dtype block_size head_size",
     },
+    "vllm.tokenizers": {"cached_tokenizer_from_config": "model_config"},
+    "vllm.v1.engine.input_processor": {"InputProcessor.process_inputs": ""},
     "vllm.v1.request": {"Request.update_block_hashes": ""},
     "vllm.v1.sample.logits_processor": {"LogitsProcessor": "", "MoveDirectionality": ""},
     "vllm.v1.metrics.loggers": {"StatLoggerBase.record": "scheduler_stats iteration_stats mm_cache_stats engine_idx"},

@@ -17,10 +17,6 @@ from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.table import Table
 
-TEXTS = "kvdsl.integrations.vllm.tracing:Texts"
-"""What vLLM tells the requests' tokens to, among its logits processors."""
-
-
 _PROMPTS = 2**17
 """Lengths of prompts that are all tried: a number may depend on the prompt in some range of lengths alone."""
 
@@ -64,10 +60,6 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} evicts in `decode` only, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
-    if spec.measures:
-        raise KvdslError(
-            f"the budget of {spec.name} reads what is cached, which is not served in vLLM's pages yet; h2o, roco and tova are"
-        )
     if spec.tensors is not None:
         raise KvdslError(
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
@@ -83,13 +75,14 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} chooses for other layers, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, "
             f"roco, quest and streaming_llm are, in place"
         )
-    if spec.reads_chats:
+    given = [name for name, _ in spec.supplied if name not in (*dict(spec.spans), *spec.hears)]
+    if given:
         raise KvdslError(
-            f"{spec.name} reads spans or turns of the text, which requests to vLLM do not tell yet: use `kvdsl.chat` with transformers"
+            f"{spec.name} asks its caller for `{given[0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
         )
-    if spec.supplied:
+    if not _same_in_all_turns(state):
         raise KvdslError(
-            f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
+            f"numbers of {spec.name} depend on `turns`, so that no page of one size holds every request: read `turns` in the score instead"
         )
     if not _same_for_all_prompts(state):
         raise KvdslError(
@@ -107,6 +100,18 @@ def _may_leave_more(state: SlotState) -> bool:
     numbers = Table(state.spec, state.settings.served()[0])
     trigger, slack = (numbers.named.get(name, torch.tensor(default)) for name, default in (("trigger", 1.0), ("slack", 0.0)))
     return numbers.never_settles or bool((trigger - 1 > slack).any())
+
+
+def _same_in_all_turns(state: SlotState) -> bool:
+    """Whether a policy's numbers, apart from `turns`, are the same however many turns have ended."""
+    if "turns" not in state.spec.numbers:
+        return True
+    found = []
+    for state.settings.turns in (0, 1, 7, 1000):
+        numbers = state.settings.named(state.settings.served()[0])
+        found.append([value for name, value in numbers.items() if name != "turns"])
+    state.settings.turns = 0
+    return all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
 
 
 def _same_for_all_prompts(state: SlotState) -> bool:
@@ -128,6 +133,10 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         raise KvdslError(
             f"kvdsl serves speculative decoding by n-grams only, not by `{guesses.method}`, whose own layers would have pages: say "
             f'--speculative-config \'{{"method": "ngram", …}}\''
+        )
+    if guesses is not None and spec.reads_chats:
+        raise KvdslError(
+            f"{spec.name} reads spans, turns or tokens, which guessed tokens do not have yet: leave --speculative-config out"
         )
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
@@ -171,8 +180,6 @@ def refuse_trace(config: Any) -> None:
     out = traced(config)
     if out is None:
         return
-    if TEXTS not in (config.model_config.logits_processors or []):
-        raise KvdslError(f"`kvdsl_trace` needs the requests' texts: say --logits-processors {TEXTS}")
     if config.parallel_config.tensor_parallel_size > 1:
         raise KvdslError(
             "a trace is of all KV heads, which are spread over processes here: leave --tensor-parallel-size out"

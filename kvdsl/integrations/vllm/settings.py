@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
+from kvdsl.generation.spans import THINK
 from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import slot_state
@@ -27,12 +28,14 @@ class Settings:
         policy: a shipped policy's name, or a .kv file.
         given: params and their values, by name; what is not given has its default.
         storage, rope: as a cache's constructor takes them.
+        thinks: what the model writes around its thinking.
     """
 
     policy: str
     given: tuple[tuple[str, float], ...]
     storage: str | None = None
     rope: str | None = None
+    thinks: tuple[str, str] = THINK
 
     @property
     def spec(self) -> PolicySpec:
@@ -155,14 +158,17 @@ def parsed(found: Any) -> Settings:
         )
     if found.get("kv_dtype", "model") != "model":
         raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave `kv_dtype` out")
-    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype")}
+    thinks = found.get("thinks", THINK)
+    if not isinstance(thinks, list | tuple) or len(thinks) != 2 or not all(isinstance(one, str) and one for one in thinks):
+        raise KvdslError(f"`thinks` is {thinks!r}; give what the model writes before and behind its thinking, {list(THINK)}")
+    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype", "thinks")}
     for name, value in rest.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KvdslError(
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )
     given = tuple(sorted((name, value) for name, value in rest.items()))
-    return Settings(found["policy"], given, found.get("storage"), found.get("rope"))
+    return Settings(found["policy"], given, found.get("storage"), found.get("rope"), (thinks[0], thinks[1]))
 
 
 @dataclass(frozen=True)

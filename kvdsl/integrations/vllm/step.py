@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
+from kvdsl.integrations.vllm.told import DecodedTold, Told
 
 SHORT = 1024
 """Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
@@ -26,6 +27,7 @@ class Prompt:
         first, last: its rows in the step's tokens, from `first` to before `last`.
         page: the block that will hold what the policy keeps.
         begins, ends: whether the part is the first, and the last.
+        told: what the request says of these tokens, where the policy reads that.
     """
 
     first: int
@@ -33,6 +35,7 @@ class Prompt:
     page: int
     begins: bool
     ends: bool
+    told: Told | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,7 +91,7 @@ def batches(prompts: list[Prompt]) -> list[Batch]:
     """How prompts are read: together those that are short and come whole, as far as padding makes them less than twice as long."""
     found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
-        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT
+        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT and prompt.told is None
         found[(0, (max(_LEAST, prompt.tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
     return list(map(Batch.of, found.values()))
 
@@ -100,16 +103,19 @@ class Decoded:
     Attributes:
         pages: theirs, no two the same; int64 [requests].
         rows: where in the step's tokens these are; int64 [requests].
+        told: what requests say of these, where the policy reads that.
     """
 
     pages: Tensor
     rows: Tensor
+    told: DecodedTold | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[int, int]]) -> Decoded:
-        """From pairs of a page and a row."""
-        table = torch.tensor(found, dtype=torch.int64).view(-1, 2)
-        return cls(table[:, 0].contiguous(), table[:, 1].contiguous())
+    def of(cls, found: list[tuple[int, int, Told | None]]) -> Decoded:
+        """From a page, a row, and what the request says of the token."""
+        table = torch.tensor([one[:2] for one in found], dtype=torch.int64).view(-1, 2)
+        told = {page: one for page, _, one in found if one is not None}
+        return cls(table[:, 0].contiguous(), table[:, 1].contiguous(), DecodedTold.of(told) if told else None)
 
 
 @dataclass(frozen=True)

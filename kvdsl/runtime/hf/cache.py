@@ -359,18 +359,26 @@ class KVCache(Linked, Cache):
         for index in self.managed:
             self.layers[index].mark_cached()
 
-    def end_turn(self) -> None:
-        """Say that a turn of a chat has ended: what comes now is of the next one, and tokens may leave.
+    def end_turn(self, at: int | None = None) -> None:
+        """Count a turn of a chat that has ended: what comes now is of the next one, and tokens may leave.
 
         Only policies that read `turn` or `turns` notice. After this `crop` can take back what comes later only.
 
+        Args:
+            at: where in the text to come the turn ends, for a conversation that comes as one prompt: of its forward, the tokens from this
+                place on are of the next turn. None: the turn ends now.
+
         Raises:
-            KvdslError: if nothing is cached yet.
+            KvdslError: if nothing is cached yet, or if the place is none of the text to come. A place that the next forward does not reach
+                shows in that forward.
         """
-        if not self.layers[self.managed[0]].length:
+        length = self.layers[self.managed[0]].length
+        if at is None and not length:
             raise KvdslError("nothing is cached yet, so that no turn has ended")
+        if at is not None and (isinstance(at, bool) or not isinstance(at, int) or at < 1):
+            raise KvdslError(f"`at` is {at!r}; give a place in the text of one row, 1 or more")
         for index in self.managed:
-            self.layers[index].end_turn()
+            self.layers[index].end_turn(at)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
