@@ -110,13 +110,15 @@ def served(
     if not asked.answers:
         ours["--max-num-batched-tokens"] = max(longest, _STEP)
     ours["--served-model-name"] = model
+    if asked.spec.reads_chats:
+        ours["--middleware"] = "kvdsl.integrations.vllm.roles.Roles"
     if trace is not None:
         if asked.answers:
             raise KvdslError("a request that shares its prompt cannot be traced: leave out --kvdsl-trace")
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
         ours["--additional-config"] = json.dumps(told)
-    given = {_option(word) for word in more}
+    given = {_option(word) for word in more} - {"--middleware"}  # which vLLM takes several times
     options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
     return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]
 

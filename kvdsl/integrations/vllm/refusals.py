@@ -80,10 +80,6 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} asks its caller for `{given[0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
         )
-    if not _same_in_all_turns(state):
-        raise KvdslError(
-            f"numbers of {spec.name} depend on `turns`, so that no page of one size holds every request: read `turns` in the score instead"
-        )
     if not _same_for_all_prompts(state):
         raise KvdslError(
             f"numbers of {spec.name} depend on the prompt, so that no page of one size holds every request; state them in tokens"
@@ -100,18 +96,6 @@ def _may_leave_more(state: SlotState) -> bool:
     numbers = Table(state.spec, state.settings.served()[0])
     trigger, slack = (numbers.named.get(name, torch.tensor(default)) for name, default in (("trigger", 1.0), ("slack", 0.0)))
     return numbers.never_settles or bool((trigger - 1 > slack).any())
-
-
-def _same_in_all_turns(state: SlotState) -> bool:
-    """Whether a policy's numbers, apart from `turns`, are the same however many turns have ended."""
-    if "turns" not in state.spec.numbers:
-        return True
-    found = []
-    for state.settings.turns in (0, 1, 7, 1000):
-        numbers = state.settings.named(state.settings.served()[0])
-        found.append([value for name, value in numbers.items() if name != "turns"])
-    state.settings.turns = 0
-    return all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
 
 
 def _same_for_all_prompts(state: SlotState) -> bool:

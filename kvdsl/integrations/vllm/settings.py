@@ -72,6 +72,10 @@ class Settings:
         given = dict.fromkeys(spec.params) | {name: param(spec.name, name, value) for name, value in named.items()}
         answers = _answers(self.policy)
         if answers is not None:
+            if "turns" in spec.numbers:
+                raise KvdslError(
+                    f"{spec.name} reads `turns`, which differ between requests that share a prompt: serve it with a budget in tokens"
+                )
             with _refused(self.policy):
                 answers.check_room({name: float(value) for name, value in named.items()}, layer, layers)
         return slot_state(spec, given, layer=layer, layers=layers, head_offset=head_offset)

@@ -70,7 +70,8 @@ class Teller:
     """
 
     def __init__(
-        self, spec: PolicySpec, said: Said, prompt: list[int], answer: list[int], decode: Callable[[int], str] | None, thinks: tuple[str, str]
+        self, spec: PolicySpec, said: Said, prompt: list[int], answer: list[int], decode: Callable[[int], str] | None,
+        thinks: tuple[str, str],
     ) -> None:  # fmt: skip
         self._spec, self._ends, self._prompt, self._answer = spec, said.turns, prompt, answer
         self._marks = Marks()

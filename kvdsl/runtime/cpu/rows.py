@@ -77,7 +77,8 @@ class Rows:
         )
         check(self._function(
             self._kernel, caches, which, where, len(numbers), *tokens_of, ctypes.c_void_p(address(sinks)),
-            ctypes.c_void_p(address(supplied)), ctypes.c_int64(0 if supplied is None else supplied.stride(0)), *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
+            ctypes.c_void_p(address(supplied)), ctypes.c_int64(0 if supplied is None else supplied.stride(0)),
+            *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
         ))  # fmt: skip
 
 

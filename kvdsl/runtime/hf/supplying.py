@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
-from kvdsl.runtime.marks import Marks
 from kvdsl.runtime.lifetimes import Linked
+from kvdsl.runtime.marks import Marks
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
