@@ -21,7 +21,7 @@ RECORD = ROOT / "docs" / "records" / "sentences.md"
 """Quotes what was written before."""
 
 LATER = (
-    "docs/howto/serving.md", "docs/performance/serving.md", "kvdsl/integrations", "kvdsl/interp", "kvdsl/ir", "kvdsl/lower", "kvdsl/passes",
+    "kvdsl/interp", "kvdsl/ir", "kvdsl/lower", "kvdsl/passes",
     "kvdsl/runtime", "kvdsl/sema", "kvdsl/syntax",
 )  # fmt: skip
 """What has yet to be rewritten. Take an entry out once its room is clean; add none."""

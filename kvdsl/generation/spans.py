@@ -41,7 +41,9 @@ def spans_of(
     Raises:
         KvdslError: if the tokenizer has no chat template, or does not say where its tokens lie in a text.
     """
-    refuse_no_template(tokenizer)
+    if not template.get("chat_template"):
+        template.pop("chat_template", None)
+        refuse_no_template(tokenizer)
     if not tokenizer.is_fast:
         raise KvdslError(
             f"{type(tokenizer).__name__} does not say where its tokens lie in a text: load it with `use_fast=True`"
@@ -110,14 +112,17 @@ def _stretches(
     at = 0
     for count, message in enumerate(messages):
         answered = message["role"] == "assistant"
-        start = end(count, at, behind_header=answered)
+        header = end(count, at)
+        start = end(count, header, behind_header=True) if answered else header
         at = _content_end(message, whole, start, thinks[1]) if answered else end(count + 1, start)
         at = end(count + 1, start) if at is None else at
         goes_on = answered and count + 1 == len(messages) and not answer
         yield message["role"], start, None if goes_on else at
         if answered:
             yield from (
-                ("think", first, last) for first, last in _thoughts(whole[:at], start, thinks) if goes_on or last is not None
+                ("think", first, last)
+                for first, last in _thoughts(whole[:at], header, thinks)
+                if goes_on or last is not None
             )
     if answer:
         yield "assistant", len(whole), None
