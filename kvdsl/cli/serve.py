@@ -92,7 +92,7 @@ def served(
     if settings.pop("kv_dtype", "model") != "model":
         raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave --kv-dtype out")
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
-    memory = {name: settings[name] for name in ("storage", "rope") if name in settings}
+    memory: dict[str, Any] = {name: settings[name] for name in ("storage", "rope") if name in settings}
     params = {name: _number(name, settings[name]) for name in sorted(settings.keys() - memory)}
     asked = Settings(policy, tuple(params.items()), **memory)
     version = installed()

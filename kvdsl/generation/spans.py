@@ -114,8 +114,8 @@ def _stretches(
         answered = message["role"] == "assistant"
         header = end(count, at)
         start = end(count, header, behind_header=True) if answered else header
-        at = _content_end(message, whole, start, thinks[1]) if answered else end(count + 1, start)
-        at = end(count + 1, start) if at is None else at
+        words_end = _content_end(message, whole, start, thinks[1]) if answered else None
+        at = end(count + 1, start) if words_end is None else words_end
         goes_on = answered and count + 1 == len(messages) and not answer
         yield message["role"], start, None if goes_on else at
         if answered:

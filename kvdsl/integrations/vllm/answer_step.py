@@ -1,4 +1,4 @@
-"""What a step's tokens are where requests share prompts: parts of prompts, and tokens behind them."""
+"""Sort a step's tokens where requests share prompts: parts of prompts, and tokens behind them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ class Generated:
     def of(cls, found: list[tuple[tuple[int, int, int, int, int], Told | None]]) -> Generated:
         """From tuples of these numbers, and what the request says of the token."""
         told = {numbers[4]: one for numbers, one in found if one is not None}
-        table = torch.tensor([numbers for numbers, _ in found], dtype=torch.int64)
-        return cls(*table.T.contiguous(), DecodedTold.of(told) if told else None)
+        row, request, place, prompt, state = torch.tensor(
+            [numbers for numbers, _ in found], dtype=torch.int64
+        ).T.contiguous()
+        return cls(row, request, place, prompt, state, DecodedTold.of(told) if told else None)
 
 
 class Answer(NamedTuple):
@@ -80,7 +82,7 @@ class Step:
         rejected: blocks of states, and how many of the last tokens that they have read were wrong guesses.
         table: int32 [requests, blocks].
         pages: the batch's requests, in its order.
-        evictions: counts who has left, once all layers have attended.
+        evictions: counts evicted tokens, once all layers have attended.
     """
 
     parts: list[Part]
@@ -97,7 +99,7 @@ class Step:
         """See `Counted`."""
         if not self.generated:
             return Left([], *torch.zeros(2, 0, dtype=torch.int64))
-        first = self.generated[0]  # whose requests are all that have tokens behind their prompts
+        first = self.generated[0]  # has every request with tokens behind its prompt
         begun = first.state[first.place == first.prompt]
         return Left(begun.tolist(), first.state, first.prompt)
 
@@ -116,7 +118,7 @@ class Sorter:
         """By the block of an answer's state: how many tokens its request has read, guesses included."""
 
     def sort(self, known: Any) -> Step:
-        """Of vLLM's `CommonAttentionMetadata`, in which prompts have lengths."""
+        """Sort by vLLM's `CommonAttentionMetadata`, which has the prompts' lengths."""
         table, ends = known.block_table_tensor, known.rswa_prefix_lens
         assert table.stride(1) == 1 and table.dtype == torch.int32
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
@@ -147,7 +149,7 @@ class Sorter:
 
 
 def _places(parts: list[Part], table: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all tokens in these: their rows, their blocks, and their places in those."""
+    """Return the rows, the blocks and the places in blocks of all tokens of these parts."""
     nothing = [torch.zeros(0, dtype=torch.int64)]
     rows = torch.cat(nothing + [torch.arange(part.first, part.last) for part in parts])
     places = torch.cat(nothing + [torch.arange(part.before, part.before + part.last - part.first) for part in parts])

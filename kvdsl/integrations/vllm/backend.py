@@ -1,4 +1,4 @@
-"""The classes by which vLLM knows kvdsl's attention: what a layer's cache is, and who sorts a step's requests."""
+"""kvdsl's attention as vLLM sees it: the kind of a layer's cache, and the builder that sorts a step's requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvdsl.integrations.vllm.told import Told
 
 
 class OwnBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks of any attention of kvdsl's: it writes keys and values itself, in the model's dtype, into blocks of any size."""
+    """What both attentions of kvdsl's have: they write keys and values themselves, in the model's dtype, into blocks of any size."""
 
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto"]
@@ -56,7 +56,7 @@ class OwnBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class PolicyBackend(OwnBackend):
-    """Attention under a policy, whose whole cache of a request is one page."""
+    """Attention under a policy that keeps a request in one page."""
 
     @staticmethod
     def get_name() -> str:
@@ -72,7 +72,7 @@ class PolicyBackend(OwnBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A page in place of blocks of tokens, for every layer that attends: of a size for its kind, and one block's all together."""
+        """A page in place of blocks of tokens for every layer that attends. Layers of one kind have pages of one size."""
         refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)
         plan = Plan.of(get_current_vllm_config_or_none()) or PolicyAttention.plan
         assert plan is not None
@@ -93,7 +93,7 @@ class PolicyBackend(OwnBackend):
 
 
 class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[misc]
-    """Sorts a step's requests, for the layers that have pages of one kind."""
+    """Sorts a step's requests for the layers that have pages of one kind."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -102,8 +102,8 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         assert PolicyAttention.plan is not None
         refuse_configuration(vllm_config, PolicyAttention.plan.settings.spec)
         refuse_trace(vllm_config)
-        # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
-        # window in which it sees what follows, and asks of this number only whether it is there.
+        # vLLM passes prompts' lengths only to attention that treats a prompt differently from what follows. It has one kind of that, with
+        # this window, and checks only whether the number is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._in_rows = isinstance(layer.impl.caches, InRows)
@@ -118,8 +118,8 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         """By page: how many tokens of its request have been read, guesses included."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step | EveryOne | None:
-        """A request has some tokens of its prompt, some behind it, or both. None for what vLLM makes up to compile or to warm up: there
-        prompts have no lengths.
+        """Sort a step. A request has tokens of its prompt, behind it, or both. None for a step that vLLM makes up to compile or to warm
+        up, without lengths of prompts.
         """
         known = common_attn_metadata
         if known.rswa_prefix_lens is None:
@@ -151,7 +151,7 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
 
     def _every_one(self, pages: Tensor) -> EveryOne:
-        """Nothing waits for the device, and what the kernels are told lies where it always did. Block 0 is nobody's."""
+        """A step that does not wait for the device: the kernels' arguments stay where they are. Block 0 belongs to no request."""
         count = len(pages)
         found = EveryOne(self._every.pages[:count], self._every.real[:count])
         found.pages.copy_(pages)

@@ -1,7 +1,7 @@
-"""How every engine of a process comes to have the attention that its own configuration asks for.
+"""Give every engine of a process the attention that its own configuration names, and the texts that its policy reads.
 
-On GPUs, where vLLM chooses among many, a configuration that asks for a policy names kvdsl's. On CPUs `chosen` has one for each
-configuration, and vLLM, which keeps what it was given first, is made to ask anew.
+On GPUs vLLM chooses among many backends, so a configuration with a policy gets kvdsl's name. On CPUs `chosen` has one for each
+configuration, and vLLM's cached choice is cleared.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.releases import NAME, TEXTS
-from kvdsl.integrations.vllm.said import said_of
+from kvdsl.integrations.vllm.said import KEY, said_of
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
 
 
 def have_it_chosen(platform: Any) -> None:
-    """Have every configuration get its own attention, and what that reads of requests: all are shown to this platform of vLLM."""
+    """Have every configuration get its own attention and texts: vLLM shows all of them to its platform."""
     shown = platform.check_and_update_config
     if getattr(shown, "tells_kvdsl", False):
         return
@@ -66,7 +66,9 @@ def _have_requests_checked() -> None:
 
 
 def _check(settings: Settings, request: Any) -> None:
-    """Raise ValueError, which vLLM passes on to the client, for a request that marks what it has not."""
+    """Raise vLLM's error of a request, which only its client gets, for one with marks that it cannot have."""
+    from vllm.exceptions import VLLMValidationError
+
     try:
         if request.prompt_token_ids is None:
             raise KvdslError(
@@ -74,21 +76,21 @@ def _check(settings: Settings, request: Any) -> None:
             )
         said_of(settings.spec, request.sampling_params.extra_args, request.prompt_token_ids)
     except KvdslError as error:
-        raise ValueError(str(error)) from error
+        raise VLLMValidationError(str(error), parameter=KEY) from error
 
 
 def _ask_again(_: Any) -> None:
-    """Have vLLM ask `chosen` again for the layers to come."""
+    """Have vLLM look up `chosen` again for the next layers."""
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()
 
 
 def _name(config: Any) -> None:
-    """Name kvdsl's attention where a policy is asked for.
+    """Name kvdsl's attention in a configuration with a policy.
 
     Raises:
-        KvdslError: for another release, where another attention is asked for, or for a policy over shared prompts.
+        KvdslError: for another release, another attention, or a policy that GPUs do not serve in vLLM.
     """
     settings = asked(config)
     if settings is None:
