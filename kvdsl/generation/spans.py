@@ -7,9 +7,12 @@ from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdsl.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.spec import PolicySpec
 
 Message = Mapping[str, Any]
 
@@ -64,6 +67,21 @@ def spans_of(
     return {name: one for name, one in found.items() if spans is None or name in spans} | {
         "prompt": checksum(made["input_ids"])
     }
+
+
+def names_of(spec: PolicySpec) -> list[str]:
+    """The names of what a policy reads, as `spans_of` takes them."""
+    reads_turns = "turn" in spec.hears or "turns" in spec.numbers
+    return [*dict(spec.spans), *(["turns"] if reads_turns else [])]
+
+
+def mark_all(cache: Any, spans: Mapping[str, list[Any]]) -> None:
+    """Mark in an empty cache what `spans_of` found of the prompt that comes next."""
+    for at in spans.get("turns", []):
+        cache.end_turn(at)
+    for name in spans.keys() - {"turns", "prompt"}:
+        for stretch in spans[name]:
+            cache.mark(name, *stretch)
 
 
 def checksum(ids: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,12 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 
 import kvdsl
 from kvdsl.generation.models import encode, load_model
+from kvdsl.generation.spans import mark_all
 from kvdsl.runtime.hf.versions import with_cache
 from tests.vllm.alone import NEAR
 from tests.vllm.test_metrics import server
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Who came to the old house on the hill by night?"}]},
@@ -56,7 +54,15 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(address: str, **more: Any) -> dict[str, Any]:
-    body = {"model": "small", "messages": MESSAGES, "max_tokens": NEW, "temperature": 0, "logprobs": True, "ignore_eos": True, **more}
+    body = {
+        "model": "small",
+        "messages": MESSAGES,
+        "max_tokens": NEW,
+        "temperature": 0,
+        "logprobs": True,
+        "ignore_eos": True,
+        **more,
+    }
     request = urllib.request.Request(
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -72,18 +78,15 @@ def thought_of(found: dict[str, Any]) -> list[float]:
 def alone(spans: dict[str, Any]) -> list[float]:
     """In transformers with these marks: the log-probabilities of what comes greedily."""
     model, tokenizer = load_model(None)
-    told = [one | {"content": one["content"] if isinstance(one["content"], str) else one["content"][0]["text"]} for one in MESSAGES]
+    told = [
+        one | {"content": one["content"] if isinstance(one["content"], str) else one["content"][0]["text"]}
+        for one in MESSAGES
+    ]
     tokenizer.chat_template = TEMPLATE
     marked = kvdsl.spans_of(tokenizer, told, spans)
     ids = encode(tokenizer, tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True))
     cache = kvdsl.compile(POLICY)(model)
-    for at in marked.get("turns", []):
-        cache.end_turn(at)
-    for name in marked.keys() & {"system"}:
-        for stretch in marked[name]:
-            cache.mark(name, *stretch)
-    for stretch in spans.get("pinned", []):
-        cache.mark("pinned", *stretch)
+    mark_all(cache, marked | {"pinned": spans.get("pinned", [])})
     out, new = [], torch.tensor([ids])
     with torch.no_grad():
         for _ in range(NEW):
@@ -104,7 +107,8 @@ def test_roles_are_marked_by_the_template_and_more_by_the_request(address: str) 
 
 
 @pytest.mark.parametrize(
-    ("spans", "says"), [({"tool": [[0, 2]]}, "has no span `tool`"), ({"pinned": [[0, 999]]}, "names place 999"), (3, "stretches by name")]
+    ("spans", "says"),
+    [({"tool": [[0, 2]]}, "has no span `tool`"), ({"pinned": [[0, 999]]}, "names place 999"), (3, "stretches by name")],
 )
 def test_a_wrong_mark_is_an_error_of_its_request(address: str, spans: Any, says: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:

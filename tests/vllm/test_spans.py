@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.generation.spans import Thinking
+from kvdsl.generation.spans import Thinking, mark_all
 from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings, _answers, _spec
 from kvdsl.runtime.hf.versions import with_cache
@@ -94,11 +94,7 @@ def alone(
     """What the text gets in transformers."""
     model, found = reference()[0], []
     cache = kvdsl.load(policy)(model, **PARAMS.get(Path(policy).stem, {"budget": 12}))
-    for at in spans.get("turns", []):
-        cache.end_turn(at)
-    for name, stretches in spans.items():
-        for stretch in stretches if name != "turns" else []:
-            cache.mark(name, *stretch)
+    mark_all(cache, spans)
     with torch.no_grad():
         logits = model(torch.tensor([prompt]), **with_cache(cache)).logits[0, -1]
         for token in tokens:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.generation.spans import spans_of
-from kvdsl.integrations.vllm.said import KEY, names_of
+from kvdsl.generation.spans import names_of, spans_of
+from kvdsl.integrations.vllm.said import KEY
 from kvdsl.integrations.vllm.settings import Settings, asked
 
 _PATH = "/v1/chat/completions"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvdsl.errors import KvdslError
-from kvdsl.generation.spans import checksum
+from kvdsl.generation.spans import checksum, names_of
 from kvdsl.runtime.marks import refuse_unknown
 from kvdsl.runtime.spec import PolicySpec
 
@@ -24,12 +24,6 @@ class Said(NamedTuple):
 
     spans: dict[str, list[tuple[int, int | None]]]
     turns: list[int]
-
-
-def names_of(spec: PolicySpec) -> list[str]:
-    """The names that a policy reads, as `kvdsl.spans_of` takes them."""
-    reads_turns = "turn" in spec.hears or "turns" in spec.numbers
-    return [*dict(spec.spans), *(["turns"] if reads_turns else [])]
 
 
 def said_of(spec: PolicySpec, extra: Mapping[str, Any] | None, prompt: Sequence[int]) -> Said:
