@@ -26,6 +26,12 @@ are shared vLLM's own choice stands: they come in parts then, and are in its blo
 @click.argument("model")
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
 @cache_options
+@click.option(
+    "--thinks",
+    nargs=2,
+    metavar="BEFORE BEHIND",
+    help="What the model writes around its thinking [default: <think> </think>].",
+)
 @click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: what the model was made for].")
 @click.option(
     "--kvdsl-trace",
@@ -37,8 +43,8 @@ are shared vLLM's own choice stands: they come in parts then, and are in its blo
 @json_option
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
 def command(
-    model: str, policy: str, settings: dict[str, str], max_model_len: int | None, trace: Path | None, dry_run: bool,
-    as_json: bool, more: tuple[str, ...],
+    model: str, policy: str, settings: dict[str, str], thinks: tuple[str, str] | None, max_model_len: int | None,
+    trace: Path | None, dry_run: bool, as_json: bool, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Serve a model by vLLM's OpenAI-compatible server, with the cache of a policy.
 
@@ -56,7 +62,7 @@ def command(
         )
     if is_standard_input(policy):
         raise click.UsageError("vLLM's processes read the policy, and standard input once: give a file")
-    words = served(model, policy, settings, max_model_len, more, trace)
+    words = served(model, policy, settings, max_model_len, more, trace, thinks)
     if dry_run:
         if as_json:
             print_json({"command": words})
@@ -74,11 +80,13 @@ def served(
     max_model_len: int | None,
     more: tuple[str, ...],
     trace: Path | None = None,
+    thinks: tuple[str, str] | None = None,
 ) -> list[str]:
     """The command that serves, once all is there that it needs.
 
     Args:
         trace: the file for the page of a request.
+        thinks: what the model writes around its thinking.
 
     Raises:
         KvdslError: for what cannot be served, or is not installed.
@@ -105,7 +113,7 @@ def served(
     refuse_layers([asked.state(layer, layers) for layer in range(layers)])
     longest = max_model_len or _longest(place, config)
     _build(asked)
-    told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory}}
+    told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory, **({"thinks": thinks} if thinks else {})}}
     ours = {"--additional-config": json.dumps(told), "--max-model-len": longest}
     if not asked.answers:
         ours["--max-num-batched-tokens"] = max(longest, _STEP)

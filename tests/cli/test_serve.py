@@ -73,9 +73,10 @@ def test_a_trace_is_asked_for(vllm: None, tmp_path: Path) -> None:
 
 
 def test_a_policy_that_reads_spans_has_roles_marked(vllm: None) -> None:
-    words = [MODEL, "--policy", "keep_system", "--middleware", "mine.Own", "--dry-run"]
+    words = [MODEL, "--policy", "keep_system", "--middleware", "mine.Own", "--thinks", "[", "]", "--dry-run"]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output
+    assert json.dumps({"kvdsl": {"policy": "keep_system", "thinks": ["[", "]"]}}) in done.stdout
     assert "--middleware kvdsl.integrations.vllm.roles.Roles --middleware mine.Own" in done.stdout
     assert "--middleware" not in CliRunner().invoke(command, [MODEL, "--policy", "h2o", "--dry-run"]).stdout
 

@@ -85,7 +85,6 @@ def test_what_layers_cannot_have_of_their_own(lines: str, what: str) -> None:
     ("policy", "why"),
     [
         ("param budget = 12\nscore sum(attn)\nwhen decode", "evicts in `decode` only"),
-        ("param budget = 64\nbudget enough(sum(attn), 0.9)\nscore sum(attn)\nwhen prefill", "reads what is cached"),
         ("param budget = 12\nscore sum(attn)\nvictims shared by layers", "chooses for other layers"),
         ("param budget = 12\ngiven worth\nscore worth", "asks its caller for `worth`"),
         ("budget prompt / 2\nscore sum(attn)", "depend on the prompt"),
