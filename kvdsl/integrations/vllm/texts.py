@@ -6,7 +6,6 @@ logits. `configured` adds it to configurations that need it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,21 +15,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from kvdsl.integrations.vllm.said import said_of
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
-from kvdsl.integrations.vllm.told import THOUGHT, Teller
+from kvdsl.integrations.vllm.told import THOUGHT, Teller, Text
 from kvdsl.integrations.vllm.tracing import Tracing
-
-
-@dataclass(frozen=True)
-class Text:
-    """A request's tokens, in lists of vLLM's: the answer grows.
-
-    Attributes:
-        teller: says what the policy reads of them; None where it reads nothing.
-    """
-
-    prompt: list[int]
-    answer: list[int]
-    teller: Teller | None
 
 
 class Texts(LogitsProcessor):  # type: ignore[misc]

@@ -121,6 +121,18 @@ class Teller:
         return float(self._answer[place - len(self._prompt)] if name == "token" else bisect_right(self._ends, place))
 
 
+class Text(NamedTuple):
+    """A request's tokens, in lists of vLLM's: the answer grows.
+
+    Attributes:
+        teller: says what the policy reads of them; None where it reads nothing.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    teller: Teller | None
+
+
 def mark_late(spec: PolicySpec, columns: Mapping[str, Tensor], position: Tensor, late: range) -> None:
     """Have cached tokens lie in thinking that was noticed late.
 

@@ -7,21 +7,28 @@ ended the file is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.settings import Settings, asked
+from kvdsl.integrations.vllm.told import Text
 from kvdsl.lab import lab
 
-if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.answer_step import Step as AnswerStep
-    from kvdsl.integrations.vllm.step import Step
-    from kvdsl.integrations.vllm.texts import Text
+
+class Paged(Protocol):
+    """A step.
+
+    Attributes:
+        pages: the batch's requests, in its order, as `held` takes them.
+    """
+
+    @property
+    def pages(self) -> Sequence[Any]: ...
 
 
 class Tracing:
@@ -52,7 +59,7 @@ class Tracing:
             begun = [(row, text) for row, text in texts.items() if not text.answer]
             self._row, self._followed = (begun[0][0], Followed(begun[0][1])) if begun else (None, None)
 
-    def layer_is_done(self, layer: int, held: Callable[[Any], tuple[int, Tensor]], step: Step | AnswerStep) -> None:
+    def layer_is_done(self, layer: int, held: Callable[[Any], tuple[int, Tensor]], step: Paged) -> None:
         """Note what a layer holds, once it has attended and evicted.
 
         Args:
