@@ -40,9 +40,14 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def of(cls, config: Any) -> Texts | None:
-        """Those of the engine of a `VllmConfig`, if it needs any."""
+        """Those of the engine of a `VllmConfig`, the latest of this process, if it needs any."""
         found = cls._latest
-        return found if found is not None and found._config is config and (found._settings or found.tracing) else None
+        return found if found is not None and found._config is config and found._needed else None
+
+    @property
+    def _needed(self) -> bool:
+        """Whether a policy or a trace reads them."""
+        return self._settings is not None or self.tracing is not None
 
     def is_argmax_invariant(self) -> bool:
         """Nothing is changed."""
@@ -54,7 +59,7 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: Any) -> None:
         """Requests have come, gone, or moved in the batch: in this order, as vLLM has it."""
-        if batch_update is None or Texts.of(self._config) is not self:
+        if batch_update is None or not self._needed:
             return
         for row in batch_update.removed:
             self.rows.pop(row, None)
