@@ -16,10 +16,11 @@ from kvdsl.errors import KvdslError
 if TYPE_CHECKING:
     from kvdsl.diagnostics import DiagnosticError
     from kvdsl.generation.chat import chat
+    from kvdsl.generation.spans import spans_of
     from kvdsl.lang.policies import policy
     from kvdsl.loading import compile, load, load_model
 
-__all__ = ["DiagnosticError", "KvdslError", "__version__", "chat", "compile", "load", "load_model", "policy"]
+__all__ = ["DiagnosticError", "KvdslError", "__version__", "chat", "compile", "load", "load_model", "policy", "spans_of"]
 
 _LATER = {
     "DiagnosticError": "kvdsl.diagnostics",
@@ -28,6 +29,7 @@ _LATER = {
     "load": "kvdsl.loading",
     "load_model": "kvdsl.loading",
     "policy": "kvdsl.lang.policies",
+    "spans_of": "kvdsl.generation.spans",
 }
 """The modules of names that are imported at their first use; `kvdsl --help` needs none of them."""
 

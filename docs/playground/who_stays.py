@@ -165,6 +165,9 @@ def _policy(text: str) -> Policy:
     wanted = [given.name for given in policy.given if given.default is None]
     if wanted:
         raise CannotRunError(f"The caller has to give this policy `{wanted[0]}`, which was not recorded.")
+    untold = [given.name for given in policy.given if given.source in ("spans", "token")]
+    if untold:
+        raise CannotRunError(f"This policy reads `{untold[0]}`: the recorded text has no spans, and its tokens no ids.")
     if policy.victims == "layers" or policy.across_layers is not None or policy.reuses:
         raise CannotRunError("Under this policy all layers decide together, and not all of them were recorded.")
     return policy

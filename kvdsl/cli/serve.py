@@ -26,6 +26,12 @@ applies: those arrive in parts."""
 @click.argument("model")
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
 @cache_options
+@click.option(
+    "--thinks",
+    nargs=2,
+    metavar="BEFORE BEHIND",
+    help="What the model writes around its thinking [default: <think> </think>].",
+)
 @click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: the model's limit].")
 @click.option(
     "--kvdsl-trace",
@@ -37,8 +43,8 @@ applies: those arrive in parts."""
 @json_option
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
 def command(
-    model: str, policy: str, settings: dict[str, str], max_model_len: int | None, trace: Path | None, dry_run: bool,
-    as_json: bool, more: tuple[str, ...],
+    model: str, policy: str, settings: dict[str, str], thinks: tuple[str, str] | None, max_model_len: int | None,
+    trace: Path | None, dry_run: bool, as_json: bool, more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Serve a model with vLLM's OpenAI-compatible server under a policy.
 
@@ -56,7 +62,7 @@ def command(
         )
     if is_standard_input(policy):
         raise click.UsageError("several processes of vLLM read the policy: use a file instead of standard input")
-    words = served(model, policy, settings, max_model_len, more, trace)
+    words = served(model, policy, settings, max_model_len, more, trace, thinks)
     if dry_run:
         if as_json:
             print_json({"command": words})
@@ -74,17 +80,19 @@ def served(
     max_model_len: int | None,
     more: tuple[str, ...],
     trace: Path | None = None,
+    thinks: tuple[str, str] | None = None,
 ) -> list[str]:
     """Return the command that serves, after all checks.
 
     Args:
         trace: the file for the page of a request.
+        thinks: what the model writes around its thinking.
 
     Raises:
         KvdslError: for unsupported combinations, and missing packages.
     """
     from kvdsl.integrations.vllm.launch import installed
-    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_trace_file
+    from kvdsl.integrations.vllm.refusals import refuse_layers, refuse_trace_file
     from kvdsl.integrations.vllm.releases import INSTALL, refuse_release
     from kvdsl.integrations.vllm.settings import Settings
     from kvdsl.models import place_of
@@ -92,7 +100,7 @@ def served(
     if settings.pop("kv_dtype", "model") != "model":
         raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave out --kv-dtype")
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
-    memory = {name: settings[name] for name in ("storage", "rope") if name in settings}
+    memory: dict[str, Any] = {name: settings[name] for name in ("storage", "rope") if name in settings}
     params = {name: _number(name, settings[name]) for name in sorted(settings.keys() - memory)}
     asked = Settings(policy, tuple(params.items()), **memory)
     version = installed()
@@ -105,18 +113,20 @@ def served(
     refuse_layers([asked.state(layer, layers) for layer in range(layers)])
     longest = max_model_len or _longest(place, config)
     _build(asked)
-    told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory}}
+    told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory, **({"thinks": thinks} if thinks else {})}}
     ours = {"--additional-config": json.dumps(told), "--max-model-len": longest}
     if not asked.answers:
         ours["--max-num-batched-tokens"] = max(longest, _STEP)
     ours["--served-model-name"] = model
+    if asked.spec.reads_chats:
+        ours["--middleware"] = "kvdsl.integrations.vllm.roles.Roles"
     if trace is not None:
         if asked.answers:
             raise KvdslError("a request that shares its prompt cannot be traced: leave out --kvdsl-trace")
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
-        ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}
-    given = {_option(word) for word in more}
+        ours["--additional-config"] = json.dumps(told)
+    given = {_option(word) for word in more} - {"--middleware"}  # which vLLM takes several times
     options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
     return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]
 

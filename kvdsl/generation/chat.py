@@ -15,19 +15,12 @@ from transformers import StoppingCriteria
 
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import encode
+from kvdsl.generation.spans import THINK, Message, Thinking, end_of, refuse_no_template, rendered
 from kvdsl.runtime.hf.cache import KVCache
 from kvdsl.runtime.hf.versions import with_cache
 
-Message = Mapping[str, Any]
-
 _REPLY = "\ue000kvdsl's reply\ue000"
 """Stands for the model's earlier answers in the rendered conversation, since the cache holds their own tokens."""
-
-_FARTHEST = 64
-"""The number of last tokens searched for a marker of thinking."""
-
-THINK = ("<think>", "</think>")
-"""The markers around thinking of most models."""
 
 
 def chat(model: Any, tokenizer: Any, cache: KVCache, *, thinks: tuple[str, str] = THINK) -> Chat:
@@ -52,10 +45,7 @@ class Chat:
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: KVCache, thinks: tuple[str, str] = THINK) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise KvdslError(
-                f"{type(tokenizer).__name__} of {tokenizer.name_or_path} has no chat template: set the model's, or use `generate`"
-            )
+        refuse_no_template(tokenizer)
         if cache.get_seq_length() != 0:
             raise KvdslError("the cache is not empty: call `cache.reset()` before the chat")
         self.messages: list[Message] = []
@@ -121,32 +111,16 @@ class Chat:
     def _new_parts(self, said: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
         """Yield the new parts of the text with their roles: empty for the end of the last answer, None for the start of the next."""
         before = [{**one, "content": _REPLY} if one["role"] == "assistant" else one for one in self.messages]
-        whole = self._rendered([*before, *said], answer=True)
+        whole = rendered(self._tokenizer, [*before, *said], answer=True)
         at = whole.rindex(_REPLY) + len(_REPLY) if before else 0
-        behind = max(at, self._end_of(before, whole, at)) if before else 0
+        behind = end_of(self._tokenizer, before, whole, at)
         yield "", whole[at:behind]
         at = behind
         for count, message in enumerate(said, 1):
-            end = max(at, self._end_of([*before, *said[:count]], whole, at))
+            end = end_of(self._tokenizer, [*before, *said[:count]], whole, at)
             yield message["role"], whole[at:end]
             at = end
         yield None, whole[at:]
-
-    def _end_of(self, messages: Sequence[Message], whole: str, at: int) -> int:
-        """Return where the last of some messages ends in the whole text, which starts with their own text."""
-        try:
-            part = self._rendered(messages, answer=False)
-        except Exception:  # templates raise many errors for unexpected input, such as a system prompt alone
-            content = str(messages[-1]["content"]).strip()
-            found = whole.find(content, at)
-            return at if found < 0 else found + len(content)
-        return next(
-            (place for place, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole))
-        )
-
-    def _rendered(self, messages: Sequence[Message], *, answer: bool) -> str:
-        made: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-        return made
 
 
 class _Thoughts(StoppingCriteria):  # type: ignore[misc]
@@ -157,10 +131,12 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
     """
 
     def __init__(self, tokenizer: Any, cache: KVCache, around: tuple[str, str] | None) -> None:
-        self._tokenizer, self._cache, self._around = tokenizer, cache, around
         self._place = 0
-        self._pieces: list[str] = []
-        self._begun: int | None = None
+        self._thinking: Thinking | None = None
+        if around is not None:
+            self._thinking = Thinking(
+                lambda token: tokenizer.decode([token]), around, lambda *ends: cache.mark("think", *ends)
+            )
 
     def begin(self, place: int) -> None:
         """Start reading at a position of the text."""
@@ -173,28 +149,11 @@ class _Thoughts(StoppingCriteria):  # type: ignore[misc]
     def read(self, new: Sequence[int]) -> None:
         """Read more tokens."""
         for token in new:
+            if self._thinking is not None:
+                self._thinking.read(token, self._place)
             self._place += 1
-            if self._around is not None:
-                self._pieces = [*self._pieces[-_FARTHEST:], self._tokenizer.decode([token])]
-                self._look(*self._around)
-
-    def _look(self, opening: str, closing: str) -> None:
-        wanted = opening if self._begun is None else closing
-        if wanted not in "".join(self._pieces):
-            return
-        if self._begun is None:
-            self._begun = self._place - self._tokens_of(wanted)
-            self._cache.mark("think", self._begun)
-        else:
-            self._cache.mark("think", self._begun, self._place)
-            self._begun = None
-        self._pieces.clear()
-
-    def _tokens_of(self, marker: str) -> int:
-        """Return how many of the last tokens a marker covers."""
-        return next(count for count in range(1, len(self._pieces) + 1) if marker in "".join(self._pieces[-count:]))
 
     def end(self, place: int) -> None:
         """End the answer, possibly inside thinking."""
-        if self._begun is not None:
-            self._cache.mark("think", self._begun, place)
+        if self._thinking is not None:
+            self._thinking.end(place)

@@ -183,4 +183,4 @@ def _refuse_padding(mask: Tensor | None, window: int | None) -> None:
         if window is None:
             hidden = hidden | ~shown[:, :, -1]
     if bool(hidden.any()):
-        raise KvdslError("the prompts are padded, which a press cannot know of once they are pressed: pass them one by one")
+        raise KvdslError("the prompts are padded, and a press does not see the padding: pass them one by one")

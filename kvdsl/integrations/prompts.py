@@ -47,9 +47,9 @@ def survivors(
 ) -> Survivors:
     """Run one layer's prompt through a policy.
 
-    Attention is computed once more, because a policy may ask what any query gave. Under compact positions the keys come turned so that
-    they stand next to each other and the last one where the text ends: attention knows distances only, so whoever goes on at the
-    text's next position sees what the policy means.
+    Compute attention a second time, because a policy may read what any query gave. Under compact positions rotate the keys so that
+    they stand next to each other, the last one where the text ends. Attention depends on distances only, so a query at the text's
+    next position sees what the policy means.
 
     Args:
         given: the policy's params by name; those that are missing have their defaults.
@@ -80,7 +80,7 @@ def refuse(spec: PolicySpec) -> None:
     """Raise KvdslError for a policy whose meaning a prompt's survivors, one layer at a time, cannot hold."""
     if not spec.bounded or spec.when == "decode":
         raise KvdslError(
-            f"{spec.name} evicts nothing while a prompt is read, and a cache that is not kvdsl's knows nothing later: generate "
+            f"{spec.name} evicts nothing while a prompt is read, and a cache that is not kvdsl's evicts nothing later: generate "
             f"with kvdsl's own cache instead"
         )
     if spec.kv_dtype != "model":
@@ -92,5 +92,5 @@ def refuse(spec: PolicySpec) -> None:
             f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache"
         )
     if spec.victims == "layers" or spec.across_layers:
-        what = "agree on what leaves" if spec.victims == "layers" else "share a budget"
-        raise KvdslError(f"the layers of {spec.name} {what}, but here each is asked alone: generate with kvdsl's cache")
+        what = "agree on their victims" if spec.victims == "layers" else "share a budget"
+        raise KvdslError(f"the layers of {spec.name} {what}, but here each decides alone: generate with kvdsl's cache")

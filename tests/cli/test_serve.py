@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from kvdsl.cli import main
 from kvdsl.cli.serve import command
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import TEXTS
 from kvdsl.integrations.vllm.settings import parsed
 from kvdsl_lab.assets import reference_model_path
 
@@ -71,7 +70,15 @@ def test_a_trace_is_asked_for(vllm: None, tmp_path: Path) -> None:
     words = shlex.split(CliRunner().invoke(command, words).stdout)
     options = dict(zip(words[5::2], words[6::2], strict=True))
     assert json.loads(options["--additional-config"])["kvdsl_trace"] == str(tmp_path / "one.html")
-    assert options["--logits-processors"] == TEXTS
+
+
+def test_a_policy_that_reads_spans_has_roles_marked(vllm: None) -> None:
+    words = [MODEL, "--policy", "keep_system", "--middleware", "mine.Own", "--thinks", "[", "]", "--dry-run"]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert json.dumps({"kvdsl": {"policy": "keep_system", "thinks": ["[", "]"]}}) in done.stdout
+    assert "--middleware kvdsl.integrations.vllm.roles.Roles --middleware mine.Own" in done.stdout
+    assert "--middleware" not in CliRunner().invoke(command, [MODEL, "--policy", "h2o", "--dry-run"]).stdout
 
 
 def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:

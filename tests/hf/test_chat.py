@@ -105,3 +105,40 @@ def test_what_is_no_chat(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
     assert talk("Hello", max_new_tokens=3)
     with pytest.raises(KvdslError, match="the cache is not empty"):
         kvdsl.chat(model, tokenizer, cache)
+
+
+def test_spans_of_a_conversation_are_those_that_a_chat_marks(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = parts
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    cache = cache_class(ROLES)(model, backend="torch")
+    talk = kvdsl.chat(model, tokenizer, cache)
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who came?"}]
+    talk(first, **saying(tokenizer, talk, "<think> a dark night </think> The captain"))
+    told = [*talk.messages, {"role": "tool", "content": "21 degrees"}]
+    spans = kvdsl.spans_of(tokenizer, told)
+    ids = encode(tokenizer, tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True))
+    assert spans.pop("prompt")[0] == len(ids)
+    assert spans.pop("user") and spans.pop("turns") == [len(talk.ids)]
+    assert spans["assistant"].pop() == [len(ids), None]
+    talk(told[-1:], max_new_tokens=1, do_sample=False)
+    assert talk.ids[: len(ids)] == ids
+    for name, stretches in spans.items():
+        marked = [[start, end] for _, start, end in cache._supplying.marks._stretches[name]]
+        assert stretches == marked[: len(stretches)] and len(stretches) == 1, name
+    assert set(kvdsl.spans_of(tokenizer, told, ["tool"])) == {"tool", "prompt"}
+
+
+def test_spans_of_what_goes_on(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tokenizer = parts
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("[assistant] ", "[assistant] <think>"))
+    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>no</think>yes"}]
+    spans = kvdsl.spans_of(tokenizer, [*told, told[0]])
+    length = spans["prompt"][0]
+    assert spans["think"][-1][1] is None and spans["think"][-1][0] < length and len(spans["think"]) == 2
+    going = kvdsl.spans_of(tokenizer, told, add_generation_prompt=False)
+    assert going["assistant"][-1][1] is None and "turns" in going and not going["turns"]
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(KvdslError, match="has no chat template"):
+        kvdsl.spans_of(tokenizer, told)

@@ -191,3 +191,42 @@ def test_what_cannot_be_marked() -> None:
         cache.mark("think", 0, 3, row=1)
     with pytest.raises(KvdslError, match="it reads none"):
         kvdsl.load("h2o")(model).mark("think", 0, 3)
+
+
+def test_a_conversation_that_comes_as_one_prompt_has_its_turns() -> None:
+    """What is thought in turns that have ended leaves at the prompt's end; then as turn by turn."""
+    model, ids = zoo.model("llama"), zoo.prompt(1, 24)
+    whole, parts = (cache_class(DROPS)(model, backend="torch") for _ in range(2))
+    for cache in (whole, parts):
+        for stretch in ((1, 3), (9, 11), (17, 19)):
+            cache.mark("think", *stretch)
+    for at in (8, 16):
+        whole.end_turn(at)
+    feed(model, whole, ids[:, :20], [20])
+    for first, last in ((0, 8), (8, 16), (16, 20)):
+        feed(model, parts, ids[:, first:last], [last - first])
+        if last < 20:
+            parts.end_turn()
+    assert everywhere(whole) == everywhere(parts) == {(0, *range(3, 9), *range(11, 20))}
+    assert whole.state(0)["given_turn"].max() == 2
+    for cache in (whole, parts):
+        cache.end_turn()
+        assert 17 not in held(cache, 0, 0, 0)
+
+
+@pytest.mark.parametrize("at", [0, True, 2.0])
+def test_a_turn_ends_at_a_place_of_the_text_to_come(at: Any) -> None:
+    cache = cache_class(DROPS)(zoo.model("llama"), backend="torch")
+    with pytest.raises(KvdslError, match="give a place in the text of one row, 1 or more"):
+        cache.end_turn(at)
+
+
+@pytest.mark.parametrize(("at", "tokens"), [(9, [8]), (4, [8, 4]), (8, [8, 1])])
+def test_a_turn_that_ends_elsewhere_is_refused_when_the_text_comes(at: int, tokens: list[int]) -> None:
+    model, ids = zoo.model("llama"), zoo.prompt(1, 24)
+    cache = cache_class(DROPS)(model, backend="torch")
+    if len(tokens) > 1:
+        feed(model, cache, ids[:, :8], [8])
+    cache.end_turn(at)
+    with pytest.raises(KvdslError, match=f"a turn was said to end at place {at}"):
+        feed(model, cache, ids[:, 8 : 8 + tokens[-1]], tokens[-1:])

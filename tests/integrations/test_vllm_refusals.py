@@ -26,10 +26,9 @@ def test_a_prompt_may_not_leave_more_than_a_page_holds(lazily: str) -> None:
         refuse_policy(SlotState(spec_of(f"{CAPPED}\n{lazily}"), {}))
 
 
-@pytest.mark.parametrize("score", ["where(tool, 1, 2)", "turn", "turns + age"])
-def test_what_requests_do_not_tell(score: str) -> None:
-    policy = spec_of(f"param budget = 12\ninput tool from spans\nscore {score}")
-    with pytest.raises(KvdslError, match="reads spans or turns of the text, which requests to vLLM do not tell yet"):
+def test_what_requests_do_not_say() -> None:
+    policy = spec_of("param budget = 12\ninput tool from spans\ninput worth = 0\nscore where(tool, worth, turn + turns)")
+    with pytest.raises(KvdslError, match="asks its caller for `worth`"):
         refuse_policy(SlotState(policy, {}))
 
 
@@ -86,7 +85,6 @@ def test_what_layers_cannot_have_of_their_own(lines: str, what: str) -> None:
     ("policy", "why"),
     [
         ("param budget = 12\nscore sum(attn)\nwhen decode", "evicts in `decode` only"),
-        ("param budget = 64\nbudget enough(sum(attn), 0.9)\nscore sum(attn)\nwhen prefill", "reads what is cached"),
         ("param budget = 12\nscore sum(attn)\nvictims shared by layers", "chooses for other layers"),
         ("param budget = 12\ngiven worth\nscore worth", "asks its caller for `worth`"),
         ("budget prompt / 2\nscore sum(attn)", "depend on the prompt"),

@@ -147,6 +147,8 @@ HEAD = "kv 1\n\npolicy P {\n  param budget = 8\n"
     [
         (HEAD + "  score postion\n}\n", "has errors"),
         (HEAD + "  given worth\n  score worth\n}\n", "has to give this policy `worth`"),
+        ("kv 2\n" + HEAD[5:] + "  input tool from spans\n  score tool\n}\n", "reads `tool`: the recorded text has no spans"),
+        ("kv 2\n" + HEAD[5:] + "  score token\n}\n", "reads `token`"),
         (HEAD + "  score position\n  victims shared by layers\n}\n", "all layers decide together"),
         (HEAD + "  budget budget across layers\n  when prefill\n  score position\n}\n", "all layers decide together"),
     ],

@@ -15,7 +15,6 @@ from vllm import LLM, SamplingParams
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import load_model
-from kvdsl.integrations.vllm.refusals import TEXTS
 from kvdsl_lab.assets import reference_model_path
 from kvdsl_lab.eval.trace import Trace, as_data, trace
 
@@ -32,7 +31,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(out: Path) -> Any:
     return LLM(
         str(reference_model_path()), dtype="float32", max_model_len=512, max_num_batched_tokens=512, enforce_eager=True,
-        logits_processors=[TEXTS], additional_config={"kvdsl": {"policy": "h2o", "budget": 48}, "kvdsl_trace": str(out)},
+        additional_config={"kvdsl": {"policy": "h2o", "budget": 48}, "kvdsl_trace": str(out)},
     )  # fmt: skip
 
 
@@ -110,11 +109,8 @@ def test_without_what_it_needs_it_is_refused(served: Any, tmp_path: Path) -> Non
         config.additional_config = known | {"kvdsl_trace": str(tmp_path / "no" / "folder.html")}
         with pytest.raises(KvdslError, match="there is no folder for the trace"):
             refuse_trace(config)
-        config.additional_config, config.model_config.logits_processors = known, None
-        with pytest.raises(KvdslError, match=f"say --logits-processors {re.escape(TEXTS)}"):
-            refuse_trace(config)
     finally:
-        config.additional_config, config.model_config.logits_processors = known, [TEXTS]
+        config.additional_config = known
 
 
 def test_an_answer_behind_a_shared_prompt_is_that_of_a_text_that_is_alone(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_an_answer_behind_a_shared_prompt_is_that_of_a_text_that_is_alone(tmp_pa
     out = tmp_path / "one.html"
     llm = LLM(
         str(reference_model_path()), dtype="float32", max_model_len=512, max_num_batched_tokens=512, enforce_eager=True, block_size=16,
-        logits_processors=[TEXTS], additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 12}, "kvdsl_trace": str(out)},
+        additional_config={"kvdsl": {"policy": "h2o_answer", "budget": 12}, "kvdsl_trace": str(out)},
     )  # fmt: skip
     wanted = alone("h2o_answer", 12)
     for _ in range(2):

@@ -1,7 +1,8 @@
-"""kvdsl policies in vLLM. Under one with a budget everything that a layer remembers of a request is one block of vLLM's cache, whatever
-the request's length; under one whose budget is `prompt` and some tokens prompts lie in vLLM's own blocks, which requests share.
+"""kvdsl policies in vLLM. A policy with a budget in tokens keeps a request in one block of vLLM's cache, whatever the request's length.
+Under a policy whose budget is `prompt` and some tokens, prompts lie in vLLM's own blocks, which requests share.
 
-vLLM loads `register` in each of its processes (entry point `vllm.general_plugins`). It sleeps unless the configuration asks:
+vLLM loads `register` in each of its processes (entry point `vllm.general_plugins`). It stays inactive without a `kvdsl` entry in the
+configuration:
 
     vllm serve MODEL --additional-config '{"kvdsl": {"policy": "h2o", "budget": 1024}}'
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make the cache's kind and the attention known to vLLM; called more than once, it does nothing the second time.
+    """Register the cache's kind and the attention in vLLM. A second call does nothing.
 
-    Nothing here may depend on the configuration, which is read later: `chosen`, on GPUs `configured`, decides then.
+    Nothing here may depend on the configuration, which vLLM reads later: `chosen` decides then, on GPUs `configured`.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -26,7 +27,7 @@ def register() -> None:
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        # On CPUs vLLM does not choose among backends: it takes this one.
+        # On CPUs vLLM has a single backend: this one.
         register_backend(AttentionBackendEnum.CPU_ATTN, "kvdsl.integrations.vllm.chosen.Backend")
     elif not current_platform.is_cuda():
         _warn(current_platform.device_name)
@@ -48,7 +49,7 @@ def _register_caches() -> None:
     from kvdsl.integrations.vllm.releases import ANSWERS, NAME
     from kvdsl.integrations.vllm.spec import PageSpec
 
-    KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered
+    KVCacheSpecRegistry._ensure_registered()  # vLLM registers its own only while there is none
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
     KVCacheSpecRegistry.register(AnswerSpec, manager_class=AnswerManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(WindowSpec, manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
@@ -58,7 +59,7 @@ def _register_caches() -> None:
 
 
 def _warn(device: str) -> None:
-    """Say that kvdsl is not there for a command that asks for it; nobody else wants to know."""
+    """Log that kvdsl does not serve on a device, if the command line names kvdsl."""
     import logging
     import sys
 

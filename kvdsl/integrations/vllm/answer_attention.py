@@ -1,4 +1,4 @@
-"""One layer's attention where requests share prompts: to parts of prompts one by one; from tokens behind them together, in C++."""
+"""One layer's attention where requests share prompts: parts of prompts one by one, the tokens behind them together, in C++."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from kvdsl.integrations.vllm.answer_step import Answer, Generated, Part, Step
 from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.guesses import Guesses
 from kvdsl.integrations.vllm.page import State, page
-from kvdsl.integrations.vllm.settings import Plan, traced
-from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import mark_late
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
@@ -32,7 +33,7 @@ _SIZE = 32
 
 
 def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
-    """How an answer's state lies in its block."""
+    """Return the layout of an answer's state in its block."""
     return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest))
 
 
@@ -40,14 +41,14 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
     """See vLLM's `AttentionImpl`.
 
     Attributes:
-        number: the layer's, which its name tells with the first step.
+        number: the layer's, known from the first step on.
 
     Raises:
         KvdslError: for attention that is not causal, has a bias by distance, or a window in every layer; or for a policy without C++.
     """
 
     plan: ClassVar[Plan | None] = None
-    """Of this process: vLLM asks for the cache's size where no configuration is set."""
+    """This process's: vLLM reads the cache's size where no configuration is set."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -58,8 +59,8 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         plan = Plan.of(config)
         if plan is None or not plan.settings.answers:
             raise KvdslError(
-                "this is kvdsl's attention over shared prompts, and no policy for it is asked for: make an engine right behind its "
-                "configuration"
+                "this is kvdsl's attention over shared prompts, and the configuration names no policy for it: make an engine "
+                "right after its configuration"
             )
         more = {
             "a bias by distance": alibi_slopes, "keys of another layer": kv_sharing_target_layer_name,
@@ -78,7 +79,8 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self._dtype, self._cap, self._sinks = config.model_config.dtype, logits_soft_cap or 0.0, sinks
         self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-        self._texts = Texts.here if traced(config) is not None else None
+        texts = Texts.of(config)
+        self._tracing = None if texts is None else texts.tracing
         self._windowed = None
         if sliding_window is not None:
             self._windowed = CPUAttentionBackendImpl(
@@ -100,7 +102,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
 
     @property
     def serves_policy(self) -> bool:
-        """Whether the policy serves the layer: one with a window, beside others, keeps that."""
+        """Whether the policy serves the layer. A layer with a window, beside others, keeps its window."""
         return self._windowed is None
 
     def forward(
@@ -108,7 +110,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
-        if attn_metadata is None:  # vLLM tries out how much memory a step takes, or compiles
+        if attn_metadata is None:  # vLLM measures the memory of a step, or compiles
             return output.zero_()
         if self._windowed is not None:
             self._windowed.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
@@ -129,18 +131,19 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
                 self._undo.note(generated, step.table, first=number == 0)
             self._decode(generated, step.table, query, key, value, output)
         step.evictions.layer_is_done(kv_cache, self._counted, step)
-        if self._texts is not None:
-            self._texts.layer_is_done(self.number, self._held, step)
+        if self._tracing is not None:
+            self._tracing.layer_is_done(self.number, self._held, step)
         return output
 
     def _tell(self, layer: int, cache: Tensor) -> None:
-        """Make the call of the kernel, with what does not change between steps."""
+        """Prepare the kernel's call: what does not change between steps."""
         count, heads, size, width = cache.shape
         assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
         self.number, self._blocks = layer, cache.view(count, heads, 2, size, self.head_size)
         self._lies = state_of(self._plan, heads, self.head_size, self._dtype)
         state = self._plan.settings.state(layer, self._plan.layers)
         state.column_index.ring_sizes = self._lies.ring_sizes
+        self._index = state.column_index
         self._rings, self._numbers = state.column_index.ring_rows(), state.settings.resolve(torch.ones(1)).contiguous()
         args = DecodeArgs(
             batch=1, kv_heads=heads, group=self.num_heads // heads, key_dim=self.head_size, value_dim=self.head_size,
@@ -154,7 +157,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self._undo = Guesses(self._blocks, places["position"], self._lies.slots, self._guesses)
 
     def _read(self, part: Part, table: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Attend from a part of a prompt to itself and to the blocks before it, whichever request filled these."""
+        """Attend from a part of a prompt to itself and to the blocks before it, which any request may have filled."""
         rows = slice(part.first, part.last)
         q, k, v = (x[rows].transpose(0, 1) for x in (query, key, value))
         length = part.before + part.last - part.first
@@ -171,7 +174,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         output[rows] = found[0].transpose(0, 1)
 
     def _read_as_vllm(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Causal attention from the last tokens with sinks or a cap, which torch's has not, by vLLM's kernel in blocks of its own kind.
+        """Causal attention of the last tokens with sinks or a cap, which torch lacks: by vLLM's kernel, in its own kind of blocks.
 
         Args:
             query, key, value: [heads, tokens, dim]. output: gets the attention, [tokens, heads, dim].
@@ -197,11 +200,23 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
         """Attend from the tokens and update the policy's state, in one call of C++."""
         assert self._told is not None
-        which = (generated.row, generated.request, generated.place, generated.prompt)
-        self._told.decode_rows(table, which, *vectors)
+        which, told, supplied = (generated.row, generated.request, generated.place, generated.prompt), generated.told, None
+        if told is not None:
+            supplied = told.of_call(self.num_kv_heads)
+            for state, late in told.late.items():
+                mark_late(self._plan.settings.spec, self._columns_of(state), self.held(state), late)
+        query, key, value, output = vectors
+        self._told.decode_rows(table, which, query, key, value, output, supplied)
+
+    def _columns_of(self, state: int) -> dict[str, Tensor]:
+        """An answer's state columns by name, [kv_heads, slots] each, as they lie in their block."""
+        rows, at = self._index.rows, self._lies.places["columns"]
+        numbers = rows * self.num_kv_heads * self._lies.slots
+        table = self._blocks[state].flatten().view(torch.uint8)[at : at + 4 * numbers].view(torch.float32)
+        return self._index.single(table.view(rows, self.num_kv_heads, self._lies.slots))
 
     def _held(self, answer: Answer) -> tuple[int, Tensor]:
-        """How many tokens a request has read, and the places of those that it holds, int32 [kv_heads, tokens], -1 for none."""
+        """Return how many tokens a request has read, and the places of those that it holds, int32 [kv_heads, tokens], -1 for none."""
         prompt = torch.arange(min(answer.prompt, answer.read), dtype=torch.int32).expand(self.num_kv_heads, -1)
         return answer.read, prompt if answer.read <= answer.prompt else torch.cat([prompt, self.held(answer.state)], 1)
 

@@ -1,4 +1,4 @@
-"""What a step's tokens are where requests share prompts: parts of prompts, and tokens behind them."""
+"""Sort a step's tokens where requests share prompts: parts of prompts, and tokens behind them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import DecodedTold, Told
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Generated:
     Attributes:
         row: where they are among the step's tokens. request: their rows of the table. place: their places in the texts.
         prompt: how many tokens the prompts have. state: the blocks that have their answers' states.
+        told: what requests say of these, where the policy reads that.
     """
 
     row: Tensor
@@ -42,11 +45,16 @@ class Generated:
     place: Tensor
     prompt: Tensor
     state: Tensor
+    told: DecodedTold | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[int, int, int, int, int]]) -> Generated:
-        """From tuples of these."""
-        return cls(*torch.tensor(found, dtype=torch.int64).T.contiguous())
+    def of(cls, found: list[tuple[tuple[int, int, int, int, int], Told | None]]) -> Generated:
+        """From tuples of these numbers, and what the request says of the token."""
+        told = {numbers[4]: one for numbers, one in found if one is not None}
+        row, request, place, prompt, state = torch.tensor(
+            [numbers for numbers, _ in found], dtype=torch.int64
+        ).T.contiguous()
+        return cls(row, request, place, prompt, state, DecodedTold.of(told) if told else None)
 
 
 class Answer(NamedTuple):
@@ -74,7 +82,7 @@ class Step:
         rejected: blocks of states, and how many of the last tokens that they have read were wrong guesses.
         table: int32 [requests, blocks].
         pages: the batch's requests, in its order.
-        evictions: counts who has left, once all layers have attended.
+        evictions: counts evicted tokens, once all layers have attended.
     """
 
     parts: list[Part]
@@ -91,7 +99,7 @@ class Step:
         """See `Counted`."""
         if not self.generated:
             return Left([], *torch.zeros(2, 0, dtype=torch.int64))
-        first = self.generated[0]  # whose requests are all that have tokens behind their prompts
+        first = self.generated[0]  # has every request with tokens behind its prompt
         begun = first.state[first.place == first.prompt]
         return Left(begun.tolist(), first.state, first.prompt)
 
@@ -101,15 +109,16 @@ class Sorter:
 
     Args:
         size: tokens of a block.
+        texts: the requests', where something reads them.
     """
 
-    def __init__(self, size: int, evictions: Evictions) -> None:
-        self._size, self._evictions = size, evictions
+    def __init__(self, size: int, evictions: Evictions, texts: Texts | None) -> None:
+        self._size, self._evictions, self._texts = size, evictions, texts
         self._read: dict[int, int] = {}
         """By the block of an answer's state: how many tokens its request has read, guesses included."""
 
     def sort(self, known: Any) -> Step:
-        """Of vLLM's `CommonAttentionMetadata`, in which prompts have lengths."""
+        """Sort by vLLM's `CommonAttentionMetadata`, which has the prompts' lengths."""
         table, ends = known.block_table_tensor, known.rswa_prefix_lens
         assert table.stride(1) == 1 and table.dtype == torch.int32
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
@@ -118,7 +127,7 @@ class Sorter:
         pages = list(map(Answer, states, ends.tolist(), lengths))
         parts: list[Part] = []
         rejected: list[tuple[int, int]] = []
-        generated: dict[int, list[tuple[int, int, int, int, int]]] = defaultdict(list)
+        generated: dict[int, list[tuple[tuple[int, int, int, int, int], Told | None]]] = defaultdict(list)
         for request, (first, last, one) in enumerate(zip(starts, starts[1:], pages, strict=False)):
             if first == last:
                 continue
@@ -130,14 +139,17 @@ class Sorter:
                 rejected.append((one.state, self._read[one.state] - before))
             if last > behind:
                 self._read[one.state] = one.read
+            teller = None if self._texts is None else self._texts.rows[request].teller
             for number, row in enumerate(range(behind, last)):
-                generated[number].append((row, request, before + row - first, one.prompt, one.state))
+                place = before + row - first
+                told = None if teller is None else teller.of_answer(place)
+                generated[number].append(((row, request, place, one.prompt, one.state), told))
         found = list(map(Generated.of, generated.values()))
         return Step(parts, *_places(parts, table, self._size), found, rejected, table, pages, self._evictions)
 
 
 def _places(parts: list[Part], table: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all tokens in these: their rows, their blocks, and their places in those."""
+    """Return the rows, the blocks and the places in blocks of all tokens of these parts."""
     nothing = [torch.zeros(0, dtype=torch.int64)]
     rows = torch.cat(nothing + [torch.arange(part.first, part.last) for part in parts])
     places = torch.cat(nothing + [torch.arange(part.before, part.before + part.last - part.first) for part in parts])

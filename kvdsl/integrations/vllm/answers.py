@@ -1,5 +1,5 @@
-"""The classes by which vLLM knows kvdsl's attention where requests share prompts: prompts lie whole in vLLM's own blocks; kvdsl's kernels
-keep the answer, under the policy, in blocks behind them. `blocks` says which.
+"""kvdsl's attention as vLLM sees it where requests share prompts. Prompts lie whole in vLLM's own blocks. kvdsl's kernels keep the
+answer, under the policy, in the blocks behind them (`blocks`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.releases import ANSWERS
 from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.texts import Texts
 
 
 class AnswerBackend(OwnBackend):
@@ -43,7 +44,7 @@ class AnswerBackend(OwnBackend):
         """Blocks as vLLM has them, and those of an answer behind; a layer with a window beside others keeps vLLM's.
 
         Raises:
-            KvdslError: if what is remembered of an answer does not fit into a block.
+            KvdslError: if an answer's state does not fit into a block.
         """
         refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)
         if isinstance(spec, SlidingWindowSpec):
@@ -56,7 +57,7 @@ class AnswerBackend(OwnBackend):
 
 
 class StepBuilder(AttentionMetadataBuilder[Any]):  # type: ignore[misc]
-    """Sorts a step's tokens, for the layers that see the whole text; for layers with a window vLLM's own does it."""
+    """Sorts a step's tokens for the layers that see the whole text. vLLM's own builder serves layers with a window."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -65,7 +66,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):  # type: ignore[misc]
         assert AnswerAttention.plan is not None
         refuse_configuration(vllm_config, AnswerAttention.plan.settings.spec)
         refuse_trace(vllm_config)
-        # See `backend.StepBuilder`: so vLLM tells how long prompts are.
+        # Makes vLLM pass the prompts' lengths, see `backend.StepBuilder`.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
         self._windowed = None
         if isinstance(kv_cache_spec, WindowSpec):
@@ -73,10 +74,10 @@ class StepBuilder(AttentionMetadataBuilder[Any]):  # type: ignore[misc]
             self._windowed.window_size = kv_cache_spec.sliding_window
             return
         evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
-        self._sorter = Sorter(kv_cache_spec.block_size, evictions)
+        self._sorter = Sorter(kv_cache_spec.block_size, evictions, Texts.of(vllm_config))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """None for what vLLM makes up to compile or to warm up: there prompts have no lengths."""
+        """Sort a step; None for one that vLLM makes up to compile or to warm up, without lengths of prompts."""
         if common_attn_metadata.rswa_prefix_lens is None:
             return None
         if self._windowed is not None:

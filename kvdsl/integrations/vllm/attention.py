@@ -1,5 +1,5 @@
-"""One layer's attention in vLLM: short prompts together, others one by one, whole or in parts, until what they left lies in their pages;
-decoded tokens together, as `caches` does it.
+"""One layer's attention in vLLM. Short prompts are read together, others one by one, whole or in parts, and what they leave goes into
+their pages. `caches` decodes tokens together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan, traced
 from kvdsl.integrations.vllm.step import EveryOne, Step
-from kvdsl.integrations.vllm.tracing import Texts
+from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.state.slots import SlotState
@@ -39,7 +39,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     """
 
     plan: ClassVar[Plan | None] = None
-    """Of this process: vLLM asks for the page's size where no configuration is set."""
+    """This process's: vLLM reads the page's size where no configuration is set."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -52,7 +52,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         plan = Plan.of(config)
         if plan is None or plan.settings.answers:
             raise KvdslError(
-                "this is kvdsl's attention under a budget in tokens, and none is asked for: make an engine right behind its configuration"
+                "this is kvdsl's attention under a budget in tokens, and the configuration names none: make an engine right after its "
+                "configuration"
             )
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
@@ -73,18 +74,19 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._backend = _backend(settings.spec, dtype)
         self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
         self.reading: dict[int, SlotState] = {}
-        """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
-        # On GPUs counting would wait for the device.
+        """By page: prompts that may go on. Nothing is evicted before a prompt has ended, so these grow."""
+        # On GPUs a count would wait for the device.
         self._counted = self._page.lies() if self._serves_policy and isinstance(self.caches, InBlocks) else None
-        self._texts = Texts.here if self._serves_policy and traced(config) is not None else None
+        texts = Texts.of(config)
+        self._tracing = texts.tracing if texts is not None and self._serves_policy else None
         self._layer: int | None = None
-        """The layer's number, which its name tells with the first step."""
+        """The layer's number, known from the first step on."""
 
     def _make_caches(self, config: Any, *, of_one_kind: bool) -> Caches:
-        """What remembers requests.
+        """Make the caches of requests.
 
         Args:
-            of_one_kind: whether no layer but those that the policy serves has pages: the others would lie in the same blocks.
+            of_one_kind: whether only layers that the policy serves have pages. Others would lie in the same blocks.
         """
         guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
         if self._backend.name == "triton":
@@ -102,10 +104,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
-        if attn_metadata is None:  # vLLM tries out how much memory a step takes, or compiles
+        if attn_metadata is None:  # vLLM measures the memory of a step, or compiles
             return output.zero_()
         if isinstance(attn_metadata, EveryOne):
-            assert isinstance(self.caches, InRows)  # for whom alone such steps are built
+            assert isinstance(self.caches, InRows)  # only these have such steps
             self.caches.decode_every_one(attn_metadata, (query, key, value), output)
             return output
         if self._layer is None:
@@ -120,19 +122,19 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         for place, decoded in enumerate(attn_metadata.decoded):
             self.caches.decode(decoded, place, vectors, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._counted, attn_metadata)
-        if self._texts is not None:
-            self._texts.layer_is_done(self._layer, self._held, attn_metadata)
+        if self._tracing is not None:
+            self._tracing.layer_is_done(self._layer, self._held, attn_metadata)
         return output
 
     def _held(self, page: int) -> tuple[int, Tensor]:
-        """See `Caches.held`; of a prompt that is still read, too."""
+        """See `Caches.held`; also for a prompt that is still being read."""
         if page not in self.reading:
             return self.caches.held(page)
         state = self.reading[page]
         return int(state.seen[0]), state.position[0]
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None) -> AttentionCall:
-        """Of vectors [requests, tokens, heads, dim]."""
+        """The call for vectors [requests, tokens, heads, dim]."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return AttentionCall(query, key, value, real, self.scale, *self._more, self._rope)
 
@@ -141,15 +143,18 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         return self._settings.state(self._layer, self._layers, self._head_offset)
 
     def _read(self, batch: Batch, vectors: Vectors, output: Tensor, blocks: Tensor) -> None:
-        """Prompts, or a part of one: a state of their own reads them, whose tensors move into the pages in the end."""
+        """Read prompts, or a part of one, into a state of their own. At a prompt's end its tensors move into the pages."""
         first = batch.prompts[0]
         state = self._state() if first.begins else self.reading[first.page]
         if len(batch.prompts) == 1 and first.begins and first.ends:
             self.caches.lend(state, first, blocks)
-        for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
+        for prompt in batch.prompts:  # the request that had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
         query, key, value = map(batch.of_step, vectors)
         call = self._call(query, key, value, None if batch.real is None else batch.real.to(query.device))
+        if first.told is not None and self._serves_policy:
+            state.settings.turns = first.told.turns
+            call = call._replace(supplied=first.told.of_call(self.num_kv_heads))
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:
@@ -159,7 +164,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
 
 
 def _works(config: Any) -> dict[Any, Any]:
-    """What the model's other layers work in on a GPU, one after the other."""
+    """Return the work space that the model's layers share on a GPU, one after the other."""
     for layer in config.compilation_config.static_forward_context.values():
         caches = getattr(getattr(layer, "impl", None), "caches", None)
         if isinstance(caches, InRows):
@@ -168,10 +173,10 @@ def _works(config: Any) -> dict[Any, Any]:
 
 
 def _backend(spec: PolicySpec, dtype: torch.dtype) -> Backend:
-    """What serves the policy here.
+    """Choose the backend that serves the policy here.
 
     Raises:
-        KvdslError: on GPUs for a policy without kernels of its own, whose pages would be read one by one.
+        KvdslError: on GPUs for a policy without kernels: its pages would be read one by one.
     """
     device = torch.device(current_platform.device_type)
     return choose(spec, "auto" if device.type == "cpu" else "triton", device, dtype)

@@ -1,4 +1,4 @@
-"""The classes by which vLLM knows kvdsl's attention: what a layer's cache is, and who sorts a step's requests."""
+"""kvdsl's attention as vLLM sees it: the kind of a layer's cache, and the builder that sorts a step's requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
+from kvdsl.integrations.vllm.texts import Texts
+from kvdsl.integrations.vllm.told import Told
 
 
 class OwnBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks of any attention of kvdsl's: it writes keys and values itself, in the model's dtype, into blocks of any size."""
+    """What both attentions of kvdsl's have: they write keys and values themselves, in the model's dtype, into blocks of any size."""
 
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto"]
@@ -54,7 +56,7 @@ class OwnBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class PolicyBackend(OwnBackend):
-    """Attention under a policy, whose whole cache of a request is one page."""
+    """Attention under a policy that keeps a request in one page."""
 
     @staticmethod
     def get_name() -> str:
@@ -70,7 +72,7 @@ class PolicyBackend(OwnBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A page in place of blocks of tokens, for every layer that attends: of a size for its kind, and one block's all together."""
+        """A page in place of blocks of tokens for every layer that attends. Layers of one kind have pages of one size."""
         refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)
         plan = Plan.of(get_current_vllm_config_or_none()) or PolicyAttention.plan
         assert plan is not None
@@ -91,7 +93,7 @@ class PolicyBackend(OwnBackend):
 
 
 class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[misc]
-    """Sorts a step's requests, for the layers that have pages of one kind."""
+    """Sorts a step's requests for the layers that have pages of one kind."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -100,8 +102,8 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         assert PolicyAttention.plan is not None
         refuse_configuration(vllm_config, PolicyAttention.plan.settings.spec)
         refuse_trace(vllm_config)
-        # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
-        # window in which it sees what follows, and asks of this number only whether it is there.
+        # vLLM passes prompts' lengths only to attention that treats a prompt differently from what follows. It has one kind of that, with
+        # this window, and checks only whether the number is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._in_rows = isinstance(layer.impl.caches, InRows)
@@ -111,12 +113,13 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
             torch.zeros(requests, 1, dtype=torch.bool, device=device),
         )
         self._evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
+        self._texts = Texts.of(vllm_config)
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step | EveryOne | None:
-        """A request has some tokens of its prompt, some behind it, or both. None for what vLLM makes up to compile or to warm up: there
-        prompts have no lengths.
+        """Sort a step. A request has tokens of its prompt, behind it, or both. None for a step that vLLM makes up to compile or to warm
+        up, without lengths of prompts.
         """
         known = common_attn_metadata
         if known.rswa_prefix_lens is None:
@@ -127,8 +130,10 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
         prompts: list[Prompt] = []
         rejected: list[tuple[int, int]] = []
-        decoded: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for block, first, last, length, end in zip(pages, starts, starts[1:], lengths, ends, strict=False):
+        decoded: dict[int, list[tuple[int, int, Told | None]]] = defaultdict(list)
+        for request, (block, first, last, length, end) in enumerate(
+            zip(pages, starts, starts[1:], lengths, ends, strict=False)
+        ):
             if first == last:
                 continue
             before = length - (last - first)
@@ -136,14 +141,17 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
                 rejected.append((block, self._read[block] - before))
             self._read[block] = length
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
+            teller = None if self._texts is None else self._texts.rows[request].teller
             if behind > first:
-                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
+                read = before + behind - first
+                told = None if teller is None else teller.of_prompt(before, read)
+                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, told=told))
             for number, row in enumerate(range(behind, last)):
-                decoded[number].append((block, row))
+                decoded[number].append((block, row, None if teller is None else teller.of_answer(before + row - first)))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
 
     def _every_one(self, pages: Tensor) -> EveryOne:
-        """Nothing waits for the device, and what the kernels are told lies where it always did. Block 0 is nobody's."""
+        """A step that does not wait for the device: the kernels' arguments stay where they are. Block 0 belongs to no request."""
         count = len(pages)
         found = EveryOne(self._every.pages[:count], self._every.real[:count])
         found.pages.copy_(pages)

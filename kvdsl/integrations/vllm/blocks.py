@@ -1,6 +1,6 @@
 """How vLLM's scheduler counts blocks where requests share prompts.
 
-A request has the blocks of its prompt, which vLLM hashes and shares as ever. Behind them come one block for the policy's state and the
+A request has the blocks of its prompt, which vLLM hashes and shares as usual. Behind them come one block for the policy's state and the
 blocks of the answer's slots. These belong to the request alone, and their number does not grow.
 
     | prompt: ceil(P / size) blocks | state: 1 block | answer: ceil(slots / size) blocks |
@@ -22,7 +22,7 @@ from kvdsl.errors import KvdslError
 STATE_BLOCKS = 1
 
 _REMEMBERED = 100_000
-"""How many prompt lengths are remembered: more than requests can wait to be resumed."""
+"""How many prompt lengths are stored: more than there can be requests that wait to be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
 
     @classmethod
     def of(cls, spec: Any, slots: int) -> AnswerSpec:
-        """From what vLLM takes for full attention."""
+        """From vLLM's spec of full attention."""
         found: AnswerSpec = replace_as(spec, cls, slots=slots)
         assert {field.name for field in fields(spec)} < {field.name for field in fields(found)}
         return found
 
     @classmethod
     def merge(cls, specs: list[AnswerSpec]) -> AnswerSpec:
-        """That of all layers, which have as many slots each."""
+        """The spec of all layers, which have equally many slots."""
         assert len({spec.slots for spec in specs}) == 1
         plain = FullAttentionSpec.merge([replace_as(spec, FullAttentionSpec, drop=("slots",)) for spec in specs])
         return cls.of(plain, specs[0].slots)
@@ -55,7 +55,7 @@ class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
         return STATE_BLOCKS + cdiv(self.slots, self.block_size)
 
     def blocks(self, prompt: int, tokens: int) -> int:
-        """Of a request that has come so far. The answer has all of its blocks once the prompt has ended, so that it never waits for one."""
+        """Count the blocks of a request with so many tokens. From its prompt's end on it has all blocks of its answer."""
         return cdiv(min(prompt, tokens), self.block_size) + (self.behind if tokens >= prompt else 0)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
@@ -63,15 +63,15 @@ class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
         return int(super().max_num_blocks_per_req(vllm_config, max_len)) + self.behind
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Of a request whose prompt is as long as may be."""
+        """The bytes of a request with the longest prompt."""
         longest = vllm_config.model_config.max_model_len
         return self.blocks(longest, longest) * int(self.page_size_bytes)
 
 
 class AnswerManager(FullAttentionManager):  # type: ignore[misc]
-    """Counts a request's blocks by `AnswerSpec`; all else, hits, sharing and what is given up first, is vLLM's.
+    """Counts a request's blocks by `AnswerSpec`. The rest (hits, sharing, the order of eviction) is vLLM's.
 
-    vLLM asks for blocks by a number of tokens. It gets the number that would take these blocks under full attention.
+    vLLM counts blocks by tokens. It gets the number of tokens that would take these blocks under full attention.
     """
 
     def __init__(self, kv_cache_spec: AnswerSpec, **more: Any) -> None:
@@ -81,10 +81,10 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Remember how long the prompt is: this is where vLLM tells it, before blocks are counted. Nothing is skipped.
+        """Store the prompt's length: vLLM passes it here, before it counts blocks. Nothing is skipped.
 
         Raises:
-            KvdslError: for a prompt that has grown, behind what was answered: vLLM calls that streamed input.
+            KvdslError: for a prompt that has grown behind an answer: vLLM calls that streamed input.
         """
         if num_prompt_tokens is not None:
             if self.req_to_blocks.get(request_id) and self._prompts.get(request_id, num_prompt_tokens) != num_prompt_tokens:
@@ -96,7 +96,7 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
                 self._prompts.popitem(last=False)
 
     def _as_many(self, request_id: str, tokens: int) -> int:
-        """Tokens that take so many blocks under full attention. A request that is not known has not begun: all it has is its prompt."""
+        """Tokens that take so many blocks under full attention. An unknown request has not begun: it has only its prompt."""
         return int(self.kv_cache_spec.blocks(self._prompts.get(request_id, tokens), tokens)) * int(self.block_size)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **more: Any) -> int:
@@ -113,7 +113,7 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
     def cache_blocks(
         self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
     ) -> None:
-        """Lend full blocks of the prompt."""
+        """Share full blocks of the prompt."""
         tokens = _of_the_prompt(request, num_tokens, self.block_pool)
         super().cache_blocks(request, tokens, retention_interval, replay_boundaries=replay_boundaries)
 
@@ -124,13 +124,13 @@ class WindowSpec(SlidingWindowSpec):  # type: ignore[misc]
 
     @classmethod
     def of(cls, spec: Any) -> WindowSpec:
-        """From what vLLM takes for it."""
+        """From vLLM's spec of it."""
         found: WindowSpec = replace_as(spec, cls)
         return found
 
 
 class WindowManager(SlidingWindowManager):  # type: ignore[misc]
-    """vLLM's, which lends no more than prompts: those of the other layers end there."""
+    """vLLM's, which shares prompts only: those of the other layers end there."""
 
     def cache_blocks(
         self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
@@ -141,10 +141,10 @@ class WindowManager(SlidingWindowManager):  # type: ignore[misc]
 
 
 def _of_the_prompt(request: Any, tokens: int, pool: Any) -> int:
-    """How many of a request's first tokens may be lent: those of its prompt. It comes to hash no more than those.
+    """How many of a request's first tokens may be shared: those of its prompt. Stop hashing behind them.
 
-    A request that lost its blocks would otherwise find another one's, in whose prompt its own answer stands: these have what full
-    attention makes of it. vLLM asks for this before a request has generated anything.
+    Otherwise a request that lost its blocks could find blocks of another prompt that contains its own answer. Those hold what full
+    attention makes of it. vLLM calls this before a request has generated anything.
     """
     prompt = int(request.num_prompt_tokens)
     request._block_hasher = None

@@ -1,5 +1,5 @@
-"""What a layer remembers of its requests, by page. On CPUs every block of vLLM's cache is a state of its own, which C++ is told of; on GPUs
-all blocks together are one state, and a request has a row of it (`kvdsl.runtime.gpu.rows`).
+"""A layer's caches of its requests, by page. On CPUs every block of vLLM's cache is a state of its own, which C++ reads. On GPUs all
+blocks together are one state, and a request has a row of it (`kvdsl.runtime.gpu.rows`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.page import Page
+from kvdsl.integrations.vllm.told import mark_late_in
 from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
@@ -36,19 +37,19 @@ class Caches(Protocol):
         """A prompt of a step begins or goes on."""
 
     def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
-        """Have what this prompt leaves be laid where it will be, if that can be."""
+        """Lay what the prompt will leave into its block at once, if possible."""
 
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
-        """Prompts have ended, and left the rows of a state: int64 [rows], their pages."""
+        """Store what prompts left, the rows of a state, into their pages, int64 [rows]."""
 
     def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
         """A token of each of some requests, the `place`-th of theirs in this step; `output` gets their attention."""
 
     def take_back(self, page: int, tokens: int) -> None:
-        """The last tokens of a request were wrong guesses."""
+        """Take back the last tokens of a request, which were wrong guesses."""
 
     def held(self, page: int) -> tuple[int, Tensor]:
-        """How many tokens a request has read, and the positions that it holds, int32 [kv_heads, slots]."""
+        """Return how many tokens a request has read, and the positions that it holds, int32 [kv_heads, slots]."""
 
 
 class InBlocks:
@@ -66,7 +67,7 @@ class InBlocks:
         """By page, where vLLM guesses: what the tokens behind the first of a step have changed."""
 
     def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
-        """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
+        """Make the state of a page at its first use: its tensors are those in the block, for every request that gets it."""
         if prompt.page in self.states:
             return
         call = self._call(*(x[None, :1] for x in vectors))
@@ -88,15 +89,22 @@ class InBlocks:
         """See `Caches`; in one call of C++."""
         if self._guesses:
             self._note(decoded, first=place == 0)
+        supplied = None
+        if decoded.told is not None and self.states[int(decoded.pages[0])].spec.supplied:
+            supplied = decoded.told.of_call(vectors[1].shape[1])
+            for page, late in decoded.told.late.items():
+                mark_late_in(self.states[page], late)
         if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks)
+            self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks, supplied)
             return
-        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
+        for at, (number, row) in enumerate(zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True)):
             token = self._call(*(x[None, row : row + 1] for x in vectors))
+            if supplied is not None:
+                token = token._replace(supplied=supplied[at, :, None, :, None])
             output[row] = self._backend.decode(self.states[number], token)[0, 0]
 
     def _note(self, decoded: Decoded, first: bool) -> None:
-        """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
+        """Note what guessed tokens may change, to take them back. The first token of a step is no guess."""
         for number in decoded.pages.tolist():
             if first:
                 self._logs[number] = UndoLog(self._guesses)
@@ -114,10 +122,10 @@ class InBlocks:
 
 
 class InRows:
-    """See `Caches`: on GPUs. Nothing is guessed there, and all layers have pages of one kind: `PolicyAttention` refuses the rest.
+    """See `Caches`: on GPUs, without guesses, and with pages of one kind in all layers. `PolicyAttention` refuses the rest.
 
     Attributes:
-        works: what steps work in, which the model's layers share.
+        works: the steps' work space, which the model's layers share.
     """
 
     def __init__(
@@ -130,7 +138,7 @@ class InRows:
         """The state's, a `kvdsl.runtime.gpu.rows.Rows`: importing it needs Triton."""
 
     def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
-        """The first prompt of all: the state's tensors are those in the blocks."""
+        """Make the state at the first prompt of all: its tensors are those in the blocks."""
         if self._rows is not None:
             return
         from kvdsl.runtime.gpu import rows
@@ -141,11 +149,11 @@ class InRows:
         self._page.adopt(self._state, self._page.spread(blocks, self._state))
         self._state.position.fill_(FREE)
         self._rows = rows.Rows(self._backend, self._state, call.rope, self.works)
-        # Now, for vLLM's first prompt is its own, to warm up: who asks first would wait while kernels are compiled.
+        # Now: vLLM's first prompt is its own, to warm up. Later the first request would wait for the compiler.
         self._rows.make_ready(self._requests, call)
 
     def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
-        """It cannot be: a row has no tensors of its own."""
+        """Not possible: a row has no tensors of its own."""
 
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
         """See `Caches`."""
@@ -158,7 +166,7 @@ class InRows:
         output[rows] = self._rows.decode(decoded.pages.to(output.device, torch.int32), call)[:, 0]
 
     def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
-        """A step of one token behind every prompt, in order; nothing waits for the device."""
+        """Decode one token behind every prompt, in order, without waiting for the device."""
         count = len(step.pages)
         call = self._call(*(x[:count].unsqueeze(1) for x in vectors))._replace(real=step.real)
         output[:count] = self._rows.decode(step.pages, call)[:, 0]

@@ -1,7 +1,7 @@
-"""`Backend`: kvdsl's attention where the configuration asks for a policy, else the one that vLLM would have taken.
+"""`Backend`: kvdsl's attention where the configuration names a policy, else vLLM's own.
 
-vLLM looks the class up by this module's name when it makes an engine's first layer, when the configuration is known, and keeps it until
-another configuration is made (`configured`).
+vLLM looks the class up by this module's name when it makes an engine's first layer. The configuration is known then. vLLM keeps the class
+until another configuration is made (`configured`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvdsl.integrations.vllm.settings import asked
 
 
 class Unasked(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's own, which says so where a policy is asked for all the same."""
+    """vLLM's own, which raises if the configuration names a policy."""
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
         if asked(get_current_vllm_config_or_none()) is not None:
             raise KvdslError(
-                "a configuration without kvdsl was made in this process meanwhile: make an engine right behind its configuration"
+                "a configuration without kvdsl was made in this process meanwhile: make an engine right after its configuration"
             )
         found: type[Any] = CPUAttentionBackend.get_impl_cls()
         return found

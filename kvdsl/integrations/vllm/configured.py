@@ -1,47 +1,96 @@
-"""How every engine of a process comes to have the attention that its own configuration asks for.
+"""Give every engine of a process the attention that its own configuration names, and the texts that its policy reads.
 
-On GPUs, where vLLM chooses among many, a configuration that asks for a policy names kvdsl's. On CPUs `chosen` has one for each
-configuration, and vLLM, which keeps what it was given first, is made to ask anew.
+On GPUs vLLM chooses among many backends, so a configuration with a policy gets kvdsl's name. On CPUs `chosen` has one for each
+configuration, and vLLM's cached choice is cleared.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.releases import NAME
-from kvdsl.integrations.vllm.settings import asked
+from kvdsl.integrations.vllm.releases import NAME, TEXTS
+from kvdsl.integrations.vllm.said import KEY, said_of
+from kvdsl.integrations.vllm.settings import Settings, asked, traced
 
 
 def have_it_chosen(platform: Any) -> None:
-    """Have every configuration get its own attention: all are shown to this platform of vLLM."""
+    """Have every configuration get its own attention and texts: vLLM shows all of them to its platform."""
     shown = platform.check_and_update_config
     if getattr(shown, "tells_kvdsl", False):
         return
-    tell: Callable[[Any], None] = _ask_anew if platform.is_cpu() else _name
+    choose: Callable[[Any], None] = _ask_again if platform.is_cpu() else _name
 
     def check_and_update_config(config: Any) -> None:
         shown(config)
-        tell(config)
+        choose(config)
+        _have_texts(config)
 
     check_and_update_config.tells_kvdsl = True  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
 
 
-def _ask_anew(_: Any) -> None:
-    """Have vLLM ask `chosen` again for the layers to come."""
+def _have_texts(config: Any) -> None:
+    """Have the engine pass the requests' texts to a policy that reads spans, turns or tokens, and to a trace."""
+    settings = asked(config)
+    reads = settings is not None and settings.spec.reads_chats
+    if config.model_config is None or config.speculative_config is not None or not (reads or traced(config)):
+        return
+    known = config.model_config.logits_processors or []
+    if TEXTS not in known:
+        config.model_config.logits_processors = [*known, TEXTS]
+    if reads:
+        _have_requests_checked()
+
+
+def _have_requests_checked() -> None:
+    """Have what requests say checked where vLLM takes them in: one that is wrong is answered with an error, and no other one notices."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    taken_in = InputProcessor.process_inputs
+    if getattr(taken_in, "tells_kvdsl", False):
+        return
+
+    @wraps(taken_in)
+    def process_inputs(self: Any, *args: Any, **more: Any) -> Any:
+        request, settings = taken_in(self, *args, **more), asked(self.vllm_config)
+        if settings is not None and settings.spec.reads_chats and request.sampling_params is not None:
+            _check(settings, request)
+        return request
+
+    process_inputs.tells_kvdsl = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
+
+
+def _check(settings: Settings, request: Any) -> None:
+    """Raise vLLM's error of a request, which only its client gets, for one with marks that it cannot have."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        if request.prompt_token_ids is None:
+            raise KvdslError(
+                f"{settings.spec.name} reads spans, turns or tokens of a prompt: give text or token ids, not embeddings"
+            )
+        said_of(settings.spec, request.sampling_params.extra_args, request.prompt_token_ids)
+    except KvdslError as error:
+        raise VLLMValidationError(str(error), parameter=KEY) from error
+
+
+def _ask_again(_: Any) -> None:
+    """Have vLLM look up `chosen` again for the next layers."""
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()
 
 
 def _name(config: Any) -> None:
-    """Name kvdsl's attention where a policy is asked for.
+    """Name kvdsl's attention in a configuration with a policy.
 
     Raises:
-        KvdslError: for another release, where another attention is asked for, or for a policy over shared prompts.
+        KvdslError: for another release, another attention, or a policy that GPUs do not serve in vLLM.
     """
     settings = asked(config)
     if settings is None:
@@ -56,6 +105,11 @@ def _name(config: Any) -> None:
         raise KvdslError(
             f"{settings.spec.name} keeps prompts whole, and prompts that requests share are served on CPUs so far: serve a policy with a "
             f"budget in tokens (h2o, roco)"
+        )
+    if settings.spec.reads_chats:
+        raise KvdslError(
+            f"{settings.spec.name} reads spans, turns or tokens, which is served in vLLM on CPUs so far: serve h2o or roco, or use "
+            f"`kvdsl.chat` with transformers"
         )
     ours, attention = AttentionBackendEnum[NAME], config.attention_config
     named = (attention.backend, *attention.backend_per_kind.values())

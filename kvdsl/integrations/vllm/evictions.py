@@ -1,4 +1,4 @@
-"""How many tokens have left, counted in the pages themselves after each step: seen by the request, and no longer held."""
+"""Count evicted tokens in the pages after each step: those that the request has seen and no longer holds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SOURCE = Path(__file__).with_name("evictions.cpp")
 
 
 class Lies(NamedTuple):
-    """Where in a block it is to be seen what a request's layer holds.
+    """Where a block says what a request's layer holds.
 
     Attributes:
         seen, position: where these begin, in bytes. heads, slots: the shape of `position`.
-        blocks: of the policy's, in each layer, that a request takes.
+        blocks: how many of the policy's blocks a request takes in each layer.
     """
 
     seen: int
@@ -33,12 +33,12 @@ class Lies(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Where a step may have made tokens leave.
+    """Where a step may have evicted tokens.
 
     Attributes:
-        begun: blocks that have become somebody else's.
-        blocks: int64 [requests], those in which it is to be seen.
-        beside: int64 [requests], tokens that requests have seen and hold elsewhere.
+        begun: blocks that have gone to another request.
+        blocks: int64 [requests], those that show it.
+        beside: int64 [requests], tokens that the requests hold elsewhere.
     """
 
     begun: Sequence[int]
@@ -50,30 +50,30 @@ class Counted(Protocol):
     """A step."""
 
     def left(self) -> Left:
-        """Where it may have made tokens leave."""
+        """Where it may have evicted tokens."""
 
 
 class Evictions:
-    """Counts an engine's, step by step, once all of its layers have attended.
+    """Counts an engine's evicted tokens, step by step, once all of its layers have attended.
 
     Args:
         ledger: gets the sum.
     """
 
     _latest: ClassVar[tuple[weakref.ref[Any], Evictions] | None] = None
-    """Those of the engine that this process has made last, and its configuration."""
+    """Those of the latest engine of this process, and its configuration."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.layers = 0
         self._ledger = ledger
         self._done: list[tuple[Tensor, Lies | None]] = []
-        """The caches of the layers that have attended in this step, and where in them the policy's evictions are to be seen."""
+        """The caches of the layers that have attended in this step, and where they show the policy's evictions."""
         self._counted = torch.zeros(0, dtype=torch.int64)
-        """By block: what has been counted of the request that has it."""
+        """By block: what was counted for its request."""
 
     @classmethod
     def of_engine(cls, config: Any, rank: int, layers: int) -> Evictions:
-        """Those of the engine of a `VllmConfig`, which comes to have so many layers more.
+        """Return the counter of the engine of a `VllmConfig`, and add layers to it.
 
         vLLM makes a builder for every kind of page; they count together.
 
@@ -88,11 +88,11 @@ class Evictions:
         return found
 
     def layer_is_done(self, kv_cache: Tensor, lies: Lies | None, step: Counted) -> None:
-        """A layer has attended, and evicted; with the last one the step is counted.
+        """Note that a layer has attended and evicted; count the step with the last one.
 
         Args:
             kv_cache: the layer's blocks.
-            lies: where in them it is to be seen; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
+            lies: where they show what is held; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
         """
         self._done.append((kv_cache, lies))
         if len(self._done) == self.layers:
@@ -121,7 +121,7 @@ def _stride(cache: Tensor) -> int:
 
 
 def _left(caches: list[Tensor], blocks: Tensor, lies: Lies) -> Tensor:
-    """How many tokens have been seen and are not held in blocks, KV heads and layers summed; int64 like `blocks`."""
+    """Count tokens that were seen and are not held in blocks, summed over KV heads and layers; int64 like `blocks`."""
     bases, strides = torch.tensor([(cache.data_ptr(), _stride(cache)) for cache in caches]).T
     places = (bases[:, None] + blocks * strides[:, None]).contiguous()
     left = torch.empty_like(places)
@@ -134,7 +134,7 @@ def _left(caches: list[Tensor], blocks: Tensor, lies: Lies) -> Tensor:
 
 @lru_cache
 def library() -> ctypes.CDLL:
-    """What counts, built now if it has not been."""
+    """The library that counts; build it at the first call."""
     from kvdsl.build.cxx import open_library, shared_library
 
     return open_library(partial(shared_library, _SOURCE, "evictions"), "evictions")

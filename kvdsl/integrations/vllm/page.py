@@ -1,4 +1,4 @@
-"""How what one layer remembers of a request lies in one block of vLLM's cache: the tensors of its state, one after the other."""
+"""The layout of a request's state of one layer in one block of vLLM's cache: its tensors, one after the other."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
 _LENT = frozenset({"key_pool", "value_pool", "position", "columns", "seen", "numbers", "rank"})
-"""The tensors of which a prompt reads nothing that was there before it."""
+"""The tensors whose earlier contents a prompt never reads."""
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and as much as any vector instruction wants."""
+"""Bytes: a cache line, and the widest vector instruction's alignment."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Page:
     bytes: int
 
     def lies(self) -> Lies:
-        """Where it is to be seen what a request holds."""
+        """Where a block says what a request holds."""
         (seen, _, _), (position, (_, heads, slots), _) = self.parts["seen"], self.parts["position"]
         return Lies(seen, position, heads, slots, blocks=1)
 
@@ -57,11 +57,11 @@ class Page:
         }
 
     def spread(self, blocks: Tensor, state: SlotState) -> dict[str, Tensor]:
-        """The tensors of one state of which every row is a page, by name: each lies in one piece, whatever the blocks.
+        """The tensors of one state whose rows are the pages, by name. Each lies in one piece, whatever the blocks.
 
         Args:
             blocks: uint8 [blocks, at least `bytes`], in one piece.
-            state: of the policy; what it has declared is looked at.
+            state: of the policy, for the shapes that it declares.
         """
         flat, count, found = blocks.flatten(), len(blocks), {}
         for name, (at, shape, dtype) in self.parts.items():
@@ -72,7 +72,7 @@ class Page:
         return found
 
     def adopt(self, state: SlotState, tensors: Mapping[str, Tensor]) -> None:
-        """Have the state's tensors be these, which prompts will fill: a block's, or those of all blocks."""
+        """Make these the state's tensors, which prompts will fill: a block's, or those of all blocks."""
         state.adopt(
             tensors,
             window=state.window,
@@ -83,21 +83,21 @@ class Page:
         )
 
     def lend(self, state: SlotState, block: Tensor) -> None:
-        """Have what is kept of a prompt be laid into the block at once, where it comes to have the shapes of what is there."""
+        """Have a prompt write what it keeps into the block at once, where the shapes are equal."""
         if self.parts.keys() <= _LENT:
             state.reserve()
             state.lay_into(self.views(block))
 
     def fill(self, blocks: Tensor, numbers: Tensor, states: list[SlotState], left: SlotState) -> None:
-        """Copy what prompts have left, the rows of a state, each into its block.
+        """Copy what prompts left, the rows of a state, each into its block.
 
-        Every byte that a kernel reads is written, and what was kept beside the blocks is forgotten: nothing of the requests that had
-        the blocks before can be seen. Nothing is to be copied where the block was lent to the prompt.
+        Write every byte that a kernel reads, and forget copies beside the blocks: a request never sees those that had its block before.
+        Copy nothing if the prompt has written into the block itself.
 
         Args:
             blocks: uint8 [blocks, at least `bytes`], a layer's.
             numbers: int64 [rows], the blocks that the rows go to.
-            states: whose tensors are those in these blocks.
+            states: those whose tensors lie in these blocks.
 
         Raises:
             KvdslError: if a prompt has left more than a page holds.
@@ -113,7 +113,7 @@ class Page:
 
 @dataclass(frozen=True)
 class State:
-    """How what is remembered of an answer beside its keys and values lies in one block, where prompts are shared.
+    """The layout of an answer's state without its keys and values in one block, where prompts are shared.
 
     Attributes:
         slots: per KV head. ring_sizes: as `Page` has them.
@@ -128,7 +128,7 @@ class State:
 
     @classmethod
     def beside(cls, found: Page) -> State:
-        """What one page would have, without keys, values and numbers."""
+        """The layout of a page, without keys, values and numbers."""
         places, at = {}, 0
         for name in ("position", "columns", "seen"):
             if name in found.parts:
@@ -156,19 +156,19 @@ class State:
 def page(
     settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, layers: int, longest: int, aligned: bool = False
 ) -> Page:
-    """The page of every layer with so many KV heads, found by serving one token in the one that holds most.
+    """The page of every layer with so many KV heads, found by serving one token in the layer that holds most.
 
-    vLLM does not say of which layer it wants to know the size, so all pages have one.
+    vLLM does not pass the layer whose size it reads, so all pages have one size.
 
     Args:
         layers: of the model.
         longest: tokens of the longest text, for which a layer that keeps everything has slots.
-        aligned: whether it has as many slots as an accelerator wants.
+        aligned: whether its slots are aligned as an accelerator needs.
 
     Raises:
-        KvdslError: if the policy's state has no size that is known before a request is.
+        KvdslError: if the size of the policy's state is not known before a request is.
     """
-    with torch.device("cpu"):  # vLLM makes layers where a GPU is what tensors are made on
+    with torch.device("cpu"):  # vLLM makes layers with a GPU as the default device
         state = _one_token_read(settings, kv_heads, dim, dtype, layers, longest, aligned)
     parts, at = {}, 0
     for name, tensor in state.tensors().items():
@@ -190,7 +190,7 @@ def _one_token_read(
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
     if state.evicts and "prefill_block" in state.spec.numbers:
-        # A prompt that ends in the midst of a block keeps what it has of it, until more comes.
+        # A prompt that ends inside a block keeps that part until more comes.
         state.room.widen(int(state.settings.named(state.numbers)["prefill_block"].max()) - 1)
         state.extend()
     if aligned:

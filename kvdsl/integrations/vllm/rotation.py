@@ -1,4 +1,4 @@
-"""How a model that vLLM runs rotates its keys, which policies with compact positions must know."""
+"""The rotation of keys in a model that vLLM runs, for policies with compact positions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def rotation(config: Any, head_size: int) -> Rope:
     plain = told.get("rope_type", "default") == "default" and told.get("partial_rotary_factor", 1.0) == 1.0
     if config.model_type not in ("llama", "mistral", "qwen2", "qwen3") or not plain or "rope_theta" not in told:
         raise KvdslError(
-            f"the rotary positions of {config.model_type} are not known here, which a policy with compact positions must move: serve "
-            "a policy that leaves them as they are (h2o, roco)"
+            f"kvdsl does not know how {config.model_type} rotates its keys, and a policy with compact positions moves them: serve a policy "
+            "that leaves them as they are (h2o, roco)"
         )
     dims = torch.arange(
         0, head_size, 2, dtype=torch.int64, device="cpu"
-    )  # vLLM makes layers where tensors are made on a GPU
+    )  # vLLM makes layers with a GPU as the default device
     frequencies = 1.0 / told["rope_theta"] ** (dims.float() / head_size)
     return Rope(frequencies.double(), "half")

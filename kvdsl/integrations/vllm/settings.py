@@ -1,4 +1,4 @@
-"""Which policy serves, and with which numbers: `additional_config["kvdsl"]` of vLLM's configuration."""
+"""The policy that serves, and its params: `additional_config["kvdsl"]` of vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
+from kvdsl.generation.spans import THINK
 from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import slot_state
@@ -25,14 +26,16 @@ class Settings:
 
     Attributes:
         policy: a shipped policy's name, or a .kv file.
-        given: params and their values, by name; what is not given has its default.
+        given: params and their values, by name; the others have their defaults.
         storage, rope: as a cache's constructor takes them.
+        thinks: what the model writes around its thinking.
     """
 
     policy: str
     given: tuple[tuple[str, float], ...]
     storage: str | None = None
     rope: str | None = None
+    thinks: tuple[str, str] = THINK
 
     @property
     def spec(self) -> PolicySpec:
@@ -45,7 +48,7 @@ class Settings:
 
     @property
     def answers(self) -> bool:
-        """Whether prompts are shared, and the policy is that of what is generated: where its budget is `prompt` and some tokens.
+        """Whether requests share prompts and the policy is the answers': where its budget is `prompt` and some tokens.
 
         Raises:
             KvdslError: if the budget is, and the policy cannot be served so.
@@ -69,6 +72,10 @@ class Settings:
         given = dict.fromkeys(spec.params) | {name: param(spec.name, name, value) for name, value in named.items()}
         answers = _answers(self.policy)
         if answers is not None:
+            if "turns" in spec.numbers:
+                raise KvdslError(
+                    f"{spec.name} reads `turns`, which differ between requests that share a prompt: serve it with a budget in tokens"
+                )
             with _refused(self.policy):
                 answers.check_room({name: float(value) for name, value in named.items()}, layer, layers)
         return slot_state(spec, given, layer=layer, layers=layers, head_offset=head_offset)
@@ -92,10 +99,10 @@ def _spec(policy: str, storage: str | None, rope: str | None) -> PolicySpec:
 
 @lru_cache
 def _answers(policy: str) -> Answers | None:
-    """The policy of what is generated, for one that counts its budget from the prompt on.
+    """The policy of the answers, for one that counts its budget from the prompt on.
 
     Raises:
-        KvdslError: if such a policy reads the prompt's tokens, or lets them leave.
+        KvdslError: if such a policy reads the prompt's tokens, or evicts them.
     """
     from kvdsl.compiler import compile_file
     from kvdsl.passes.answers import counts_from_the_prompt, of_answers
@@ -109,7 +116,7 @@ def _answers(policy: str) -> Answers | None:
 
 @contextmanager
 def _refused(policy: str) -> Iterator[None]:
-    """Say which line stands against serving a policy over prompts that are shared."""
+    """Name the line that rules out serving a policy over shared prompts."""
     from kvdsl.compiler import find_policy
     from kvdsl.emit.without import statement
     from kvdsl.passes.answers import NotByItselfError
@@ -127,7 +134,7 @@ def _refused(policy: str) -> Iterator[None]:
 
 
 def asked(config: Any) -> Settings | None:
-    """What a `VllmConfig` asks of kvdsl; None where it asks nothing.
+    """The `kvdsl` entry of a `VllmConfig`; None without one.
 
     Raises:
         KvdslError: if it cannot be understood.
@@ -137,7 +144,7 @@ def asked(config: Any) -> Settings | None:
 
 
 def traced(config: Any) -> str | None:
-    """The file into which a `VllmConfig` wants a request traced."""
+    """The file for a trace in a `VllmConfig`; None without one."""
     found = (config.additional_config or {}).get("kvdsl_trace")
     return None if found is None else str(found)
 
@@ -155,24 +162,27 @@ def parsed(found: Any) -> Settings:
         )
     if found.get("kv_dtype", "model") != "model":
         raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave `kv_dtype` out")
-    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype")}
+    thinks = found.get("thinks", THINK)
+    if not isinstance(thinks, list | tuple) or len(thinks) != 2 or not all(isinstance(one, str) and one for one in thinks):
+        raise KvdslError(f"`thinks` is {thinks!r}; give what the model writes before and behind its thinking, {list(THINK)}")
+    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype", "thinks")}
     for name, value in rest.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KvdslError(
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )
     given = tuple(sorted((name, value) for name, value in rest.items()))
-    return Settings(found["policy"], given, found.get("storage"), found.get("rope"))
+    return Settings(found["policy"], given, found.get("storage"), found.get("rope"), (thinks[0], thinks[1]))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an engine serves its layers with.
+    """What serves an engine's layers.
 
     Attributes:
         settings: the policy's.
         layers: of the model.
-        whole: whether a step has room for any prompt: then prompts come whole.
+        whole: whether a step has room for any prompt, so that prompts come whole.
         longest: tokens of the longest text.
         windowed: whether every layer has a sliding window of its own.
     """
@@ -185,7 +195,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: Any) -> Plan | None:
-        """That of a `VllmConfig`; None where it asks nothing of kvdsl."""
+        """That of a `VllmConfig`; None without a `kvdsl` entry."""
         settings = asked(config)
         if settings is None:
             return None
@@ -197,10 +207,10 @@ class Plan:
         return cls(settings, text.num_hidden_layers, bool(whole), longest, windowed)
 
     def layer(self, window: int | None) -> Settings:
-        """What serves a layer whose queries see the last `window` tokens, or the whole text.
+        """The settings of a layer whose queries see the last `window` tokens, or the whole text.
 
-        As in transformers, the policy serves the layers that see the whole text, or all of them where none does. Any other layer keeps its
-        window, which is a policy as well: whoever has left it is never seen again, so that nothing is lost.
+        As in transformers, the policy serves the layers that see the whole text, or all layers where none does. Any other layer keeps its
+        window, which is a policy as well: tokens behind it are never seen again.
         """
         if window is None or self.windowed:
             return self.settings

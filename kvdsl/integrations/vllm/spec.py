@@ -1,4 +1,4 @@
-"""What vLLM's scheduler and workers are told of a page: its size, and that a request has one, whatever its length."""
+"""A page as vLLM's scheduler and workers see it: its size, and that a request has one, whatever its length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 class PageSpec(CircularBufferSpec):  # type: ignore[misc]
     """One block a request and layer: slots, positions and state columns.
 
-    Of `CircularBufferSpec` it has that a request takes one block, that no token has a place of its own in it, and that prefixes are not
-    shared. With `tokens_per_state=-1` the block's size has nothing to do with tokens.
+    As in `CircularBufferSpec`, a request takes one block, no token has a place of its own in it, and prefixes are not shared. With
+    `tokens_per_state=-1` the block's size does not depend on tokens.
 
     Attributes:
-        non_causal: has vLLM pass prompts whole, if one step is long enough for any. It cuts them in parts even then, and in its release
-            for CPUs a part of a request that has a seed ends the engine, whatever the attention.
+        non_causal: makes vLLM pass prompts whole, if a step has room for any. vLLM cuts prompts in parts even then. In its release for
+            CPUs a part of a request with a seed ends the engine, under any attention.
     """
 
     non_causal: bool = True

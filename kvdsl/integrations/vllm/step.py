@@ -1,4 +1,4 @@
-"""What the requests of a step of vLLM are: prompts, or parts of them, and tokens behind prompts."""
+"""The requests of a step of vLLM: prompts, or parts of them, and tokens behind prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
+from kvdsl.integrations.vllm.told import DecodedTold, Told
 
 SHORT = 1024
-"""Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
+"""The longest prompt that is read with others: for a longer one padding costs more than a call of its own."""
 
 _LEAST = 64
 """Prompts up to this are read together, whatever their lengths."""
@@ -26,6 +27,7 @@ class Prompt:
         first, last: its rows in the step's tokens, from `first` to before `last`.
         page: the block that will hold what the policy keeps.
         begins, ends: whether the part is the first, and the last.
+        told: what the request says of these tokens, where the policy reads that.
     """
 
     first: int
@@ -33,6 +35,7 @@ class Prompt:
     page: int
     begins: bool
     ends: bool
+    told: Told | None = None
 
     @property
     def tokens(self) -> int:
@@ -85,10 +88,10 @@ class Batch:
 
 
 def batches(prompts: list[Prompt]) -> list[Batch]:
-    """How prompts are read: together those that are short and come whole, as far as padding makes them less than twice as long."""
+    """Group prompts for reading: short ones that come whole together, if padding makes none of them 2× longer."""
     found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
-        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT
+        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT and prompt.told is None
         found[(0, (max(_LEAST, prompt.tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
     return list(map(Batch.of, found.values()))
 
@@ -100,25 +103,28 @@ class Decoded:
     Attributes:
         pages: theirs, no two the same; int64 [requests].
         rows: where in the step's tokens these are; int64 [requests].
+        told: what requests say of these, where the policy reads that.
     """
 
     pages: Tensor
     rows: Tensor
+    told: DecodedTold | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[int, int]]) -> Decoded:
-        """From pairs of a page and a row."""
-        table = torch.tensor(found, dtype=torch.int64).view(-1, 2)
-        return cls(table[:, 0].contiguous(), table[:, 1].contiguous())
+    def of(cls, found: list[tuple[int, int, Told | None]]) -> Decoded:
+        """From a page, a row, and what the request says of the token."""
+        table = torch.tensor([one[:2] for one in found], dtype=torch.int64).view(-1, 2)
+        told = {page: one for page, _, one in found if one is not None}
+        return cls(table[:, 0].contiguous(), table[:, 1].contiguous(), DecodedTold.of(told) if told else None)
 
 
 @dataclass(frozen=True)
 class EveryOne:
-    """A step in which every request has one token, behind its prompt: all that there is to know is on the device.
+    """A step in which every request has one token, behind its prompt: everything is on the device.
 
     Attributes:
-        pages: the requests', in the order of the tokens; int32 [requests]. Behind them vLLM may have put some that are nobody's.
-        real: which are somebody's, bool [requests, 1].
+        pages: the requests', in the order of the tokens; int32 [requests]. vLLM may have put padding behind them.
+        real: False for padding, bool [requests, 1].
     """
 
     pages: Tensor
@@ -127,14 +133,14 @@ class EveryOne:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step's requests are, in steps of which the host knows that.
+    """A step's requests, where the host knows them.
 
     Attributes:
         batches: those whose prompts are being read.
-        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM guesses more, or has it
-            read once more what it was answered before it lost its page.
+        decoded: first tokens behind prompts, then the second ones, and so on. A request has several where vLLM guesses, or where it reads
+            its answer again after it lost its page.
         rejected: pages, and how many of the last tokens that they have read were wrong guesses.
-        evictions: counts who has left, once all layers have attended.
+        evictions: counts evicted tokens, once all layers have attended.
         pages: of all requests of vLLM's batch, in its order.
     """
 
@@ -145,7 +151,7 @@ class Step:
     pages: list[int]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Those of all batches."""
+        """The prompts of all batches."""
         return (prompt for batch in self.batches for prompt in batch.prompts)
 
     def left(self) -> Left:

@@ -1,97 +1,76 @@
 """One request of a server as a page of `kvdsl trace`: `kvdsl serve … --kvdsl-trace FILE`.
 
-Who evicts knows no texts. vLLM tells those to what may change logits, in the same process: so that is what `Texts` is, and it changes
-none. It is asked for by vLLM's `--logits-processors`, and `additional_config["kvdsl_trace"]` names the file. While there is no such
-file, the next request that begins is followed; when it has ended the file is written.
+`additional_config["kvdsl_trace"]` names the file. While there is no such file, the next request that begins is followed; when it has
+ended the file is written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from kvdsl.integrations.vllm.settings import Settings, asked, traced
+from kvdsl.integrations.vllm.settings import Settings, asked
+from kvdsl.integrations.vllm.told import Text
 from kvdsl.lab import lab
 
-if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.answer_step import Step as AnswerStep
-    from kvdsl.integrations.vllm.step import Step
+
+class Paged(Protocol):
+    """A step.
+
+    Attributes:
+        pages: the batch's requests, in its order, as `held` takes them.
+    """
+
+    @property
+    def pages(self) -> Sequence[Any]: ...
 
 
-@dataclass(frozen=True)
-class Text:
-    """A request's tokens, in lists of vLLM's: the answer grows."""
+class Tracing:
+    """Follows one request after the other.
 
-    prompt: list[int]
-    answer: list[int]
+    Args:
+        out: gets the page of each; while it is there, none is followed.
+    """
 
-
-class Texts(LogitsProcessor):  # type: ignore[misc]
-    """Which request each row of vLLM's batch is, and what one of them keeps."""
-
-    here: ClassVar[Texts | None] = None
-    """This process's, if it is to trace."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._config, out = vllm_config, traced(vllm_config)
-        self._out = Path(out or "")
-        self._rows: dict[int, Text] = {}
+    def __init__(self, config: Any, out: Path) -> None:
+        self._config, self._out = config, out
+        self._row: int | None = None
         self._followed: Followed | None = None
-        Texts.here = None if out is None else self
 
-    def is_argmax_invariant(self) -> bool:
-        """Nothing is changed."""
-        return True
+    def batch_is(self, texts: Mapping[int, Text]) -> None:
+        """The batch has changed.
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """The same."""
-        return logits
-
-    def update_state(self, batch_update: Any) -> None:
-        """Requests have come, gone, or moved in the batch: in this order, as vLLM has it."""
-        if batch_update is None or Texts.here is not self:
-            return
-        for row in batch_update.removed:
-            self._rows.pop(row, None)
-        for row, _, prompt, answer in batch_update.added:
-            self._rows[row] = Text(prompt or [], answer)
-        for one, other, direction in batch_update.moved:
-            texts = self._rows.pop(one, None), self._rows.pop(other, None)
-            kept = zip((other, one), texts if direction is MoveDirectionality.SWAP else texts[:1], strict=False)
-            self._rows |= {row: text for row, text in kept if text is not None}
-        if self._row() is not None:
+        Args:
+            texts: by row.
+        """
+        rows = (row for row, text in texts.items() if self._followed and text.answer is self._followed.text.answer)
+        self._row = next(rows, None)
+        if self._row is not None:
             return
         if self._followed is not None and self._followed.is_new:
             self._write(self._followed)
         elif not self._out.exists():
-            begun = [text for text in self._rows.values() if not text.answer]
-            self._followed = Followed(begun[0]) if begun else None
+            begun = [(row, text) for row, text in texts.items() if not text.answer]
+            self._row, self._followed = (begun[0][0], Followed(begun[0][1])) if begun else (None, None)
 
-    def _row(self) -> int | None:
-        """Where in the batch the request is that is followed."""
-        rows = (row for row, text in self._rows.items() if self._followed and text.answer is self._followed.text.answer)
-        return next(rows, None)
-
-    def layer_is_done(self, layer: int, held: Callable[[Any], tuple[int, Tensor]], step: Step | AnswerStep) -> None:
-        """A layer has attended, and evicted.
+    def layer_is_done(self, layer: int, held: Callable[[Any], tuple[int, Tensor]], step: Paged) -> None:
+        """Note what a layer holds, once it has attended and evicted.
 
         Args:
             held: of one of the step's pages, what `Caches.held` says.
         """
-        row = self._row()
-        if self._followed is not None and row is not None:
-            seen, position = held(step.pages[row])
+        if self._followed is not None and self._row is not None:
+            seen, position = held(step.pages[self._row])
             self._followed.note(layer, seen, position.cpu(), self._config.model_config.max_model_len)
 
     def _write(self, followed: Followed) -> None:
-        """Have the file say what there is; where that cannot be, the log says why, and requests are answered all the same."""
+        """Write the file; if that fails, log why, and go on serving."""
         followed.is_new = False
         try:
             followed.write(self._out, self._config)

@@ -26,10 +26,11 @@ struct Answers {
   const int64_t* place;    // [count] the token's position in the text
   const int64_t* prompt;   // [count] tokens in the prompt
   const float* sinks;      // [Hq] or null: learned logits that join the prompt's sums
+  const float* supplied;   // [count, supplied_stride] or null: the tokens' values from their requests
   const char *query, *key, *value;
   char* out;
   int64_t query_stride, key_stride, value_stride, out_stride;  // bytes from token to token
-  int64_t table_stride, block_bytes, head_bytes;
+  int64_t table_stride, block_bytes, head_bytes, supplied_stride;
   int64_t position_at, state_at, seen_at;  // bytes into the block of the answer's state
   int32_t count, block_size, dtype, threads;
 };
@@ -116,6 +117,7 @@ int step(const Answers& a, int i, const Found& found, Work& w) {
   args.key = a.key + row * a.key_stride;
   args.value = a.value + row * a.value_stride;
   args.out = a.out + row * a.out_stride;
+  args.supplied = a.supplied ? a.supplied + i * a.supplied_stride : nullptr;
   args.sinks = found.lse.data() + heads;
   args.beside = found.out.data() + heads * found.stride;
   return a.decode(&args);

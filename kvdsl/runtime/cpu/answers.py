@@ -25,11 +25,11 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "decode", "plan", "blocks", "table", "row", "request", "place", "prompt", "sinks", "query", "key", "value", "out",
+            "decode", "plan", "blocks", "table", "row", "request", "place", "prompt", "sinks", "supplied", "query", "key", "value", "out",
         )),
         *((name, ctypes.c_int64) for name in (
-            "query_stride", "key_stride", "value_stride", "out_stride", "table_stride", "block_bytes", "head_bytes", "position_at",
-            "state_at", "seen_at",
+            "query_stride", "key_stride", "value_stride", "out_stride", "table_stride", "block_bytes", "head_bytes", "supplied_stride",
+            "position_at", "state_at", "seen_at",
         )),
         *((name, ctypes.c_int32) for name in ("count", "block_size", "dtype", "threads")),
     )  # fmt: skip
@@ -65,7 +65,8 @@ class Answers:
         )  # fmt: skip
 
     def decode_rows(
-        self, table: Tensor, which: tuple[Tensor, Tensor, Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, out: Tensor
+        self, table: Tensor, which: tuple[Tensor, Tensor, Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+        supplied: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Decode one token of each of several requests.
 
@@ -74,6 +75,7 @@ class Answers:
             which: int64 [tokens] each, contiguous: rows of the vectors, rows of the table, positions in the texts, and prompt lengths.
             query, key, value: [tokens, heads, dim], contiguous per token.
             out: receives the attention, [tokens, query_heads, dim].
+            supplied: float32 [tokens of `which`, values, kv_heads], contiguous, see `AttentionCall`; None for a policy that reads none.
 
         Raises:
             KvdslError: if an answer's blocks do not hold its earlier tokens.
@@ -87,6 +89,7 @@ class Answers:
         for name, numbers in zip(("row", "request", "place", "prompt"), which, strict=True):
             setattr(call, name, numbers.data_ptr())
         call.table, call.table_stride, call.count = table.data_ptr(), table.stride(0), len(which[0])
+        call.supplied, call.supplied_stride = address(supplied), 0 if supplied is None else supplied.stride(0)
         call.threads = torch.get_num_threads()
         check(library()(ctypes.byref(call)))
 

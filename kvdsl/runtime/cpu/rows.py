@@ -56,6 +56,7 @@ class Rows:
         value: Tensor,
         out: Tensor,
         sinks: Tensor | None = None,
+        supplied: Tensor | None = None,
     ) -> None:
         """Decode one token of each of these caches.
 
@@ -65,6 +66,7 @@ class Rows:
             query, key, value: [tokens, heads, dim], contiguous per token.
             out: receives the attention, [tokens, query_heads, value_dim].
             sinks: [query_heads], see `AttentionCall`.
+            supplied: float32 [requests, values, kv_heads], contiguous, see `AttentionCall`; None for a policy that reads none.
         """
         vectors = (query, key, value, out)
         if any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in vectors):
@@ -75,6 +77,7 @@ class Rows:
         )
         check(self._function(
             self._kernel, caches, which, where, len(numbers), *tokens_of, ctypes.c_void_p(address(sinks)),
+            ctypes.c_void_p(address(supplied)), ctypes.c_int64(0 if supplied is None else supplied.stride(0)),
             *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
         ))  # fmt: skip
 

@@ -354,18 +354,25 @@ class KVCache(Linked, Cache):
         for index in self.managed:
             self.layers[index].mark_cached()
 
-    def end_turn(self) -> None:
+    def end_turn(self, at: int | None = None) -> None:
         """Mark the end of a chat turn. The policy may evict now.
 
         Only policies that read `turn` or `turns` react. Tokens before the turn's end cannot be taken back by `crop`.
 
+        Args:
+            at: the first position of the next turn, for a conversation that comes as one prompt; None if the turn ends now.
+
         Raises:
-            KvdslError: if nothing is cached.
+            KvdslError: if nothing is cached, or the position is not one of the text to come. A position that the next forward does not
+                reach raises an error in that forward.
         """
-        if not self.layers[self.managed[0]].length:
+        length = self.layers[self.managed[0]].length
+        if at is None and not length:
             raise KvdslError("nothing is cached yet, so that no turn has ended")
+        if at is not None and (isinstance(at, bool) or not isinstance(at, int) or at < 1):
+            raise KvdslError(f"`at` is {at!r}; give a place in the text of one row, 1 or more")
         for index in self.managed:
-            self.layers[index].end_turn()
+            self.layers[index].end_turn(at)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -76,6 +78,20 @@ def check_text(state: SlotState, positions: Tensor | None, real: Tensor | None, 
         raise KvdslError(
             f"position {int(positions.max())} comes after {int(state.seen.max())} cached tokens: this text does not "
             f"continue the cached one; call `cache.reset()` before an unrelated prompt"
+        )
+
+
+def check_turns(state: SlotState, call: AttentionCall, turn_ends: Sequence[int]) -> None:
+    """Raise KvdslError unless the call is a prompt in which these turns of every row end."""
+    tokens = call.key.shape[2]
+    new = call.key.new_full((len(call.key),), tokens, dtype=torch.int32) if call.real is None else call.real.sum(1)
+    before = state.seen if state.allocated else torch.zeros_like(new)
+    least, most = int(before.max()), int((before + new).min())
+    outside = [at for at in turn_ends if not least <= at <= most]
+    if outside or (state.allocated and tokens == 1):
+        raise KvdslError(
+            f"a turn was said to end at place {(outside or turn_ends)[0]}, and this forward brings places {least} to {most} of a row: "
+            f"`end_turn(at)` is for a prompt, and `end_turn()` for the text that is cached"
         )
 
 

@@ -60,6 +60,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         undo: records of the last steps.
         window: the number of tokens that a query sees, or None.
         rope: the model's rotation of queries and keys, if the policy needs it, else None.
+        turn_ends: the positions in the next forward's text at which turns end.
         counted: tokens counted in this layer's own forwards, padding included; see `length`.
         backend: set in the first forward.
     """
@@ -86,6 +87,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.window = window
         self.rope = rope
         self.counted = 0
+        self.turn_ends: list[int] = []
         self.backend: Backend | None = None
         self.batch_size = -1
         self.head_offset: Callable[[int], int] = lambda local_heads: 0
@@ -192,7 +194,11 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.length == 0:
             self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:
-            call = call._replace(supplied=self.supplying.of_forward(self.state, module, call))
+            call = call._replace(supplied=self.supplying.of_forward(self.state, module, call, self.turn_ends))
+        if self.turn_ends:
+            checks.check_turns(self.state, call, self.turn_ends)
+            self.state.settings.turns += len(self.turn_ends)
+            self.turn_ends = []
         # Under autocast, queries and keys are float32 after the rotation. The cache keeps its own dtype.
         wanted = call.value.dtype
         call = call.cast(self.state.dtype if self.state.allocated or self.state.packed else wanted)
@@ -239,7 +245,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace decode steps: the slots have their final number."""
-        if self._has_rate_of_one or not self.supplying.by_functions(self.state.spec):
+        if self._has_rate_of_one or self.turn_ends or not self.supplying.by_functions(self.state.spec):
             return False
         return self.undo.log is None and self.state.stays_fixed()  # transformers 4.57 allows no guesses with graphs
 
@@ -287,6 +293,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.state.reset()
         self.undo, self._gradients = Undo(self.state), Gradients()
         self.counted = 0
+        self.turn_ends = []
         self._has_rate_of_one = False
         self.batch_size = -1
         self.is_initialized = False
@@ -338,8 +345,11 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     # -- spans and turns -----------------------------------------------------------------------------------------------
 
-    def end_turn(self) -> None:
-        """End a turn; see `KVCache.end_turn`."""
+    def end_turn(self, at: int | None = None) -> None:
+        """End a turn, now or at a position of the next forward's text; see `KVCache.end_turn`."""
+        if at is not None:
+            self.turn_ends.append(at)
+            return
         with plain_tensors():
             end_turn(self.state)
         self.undo.forget()
@@ -379,7 +389,7 @@ def _fits_a_graph(layer: SlotLayer, call: AttentionCall) -> bool:
     state = layer.state
     if not state.allocated or not state.stays_fixed() or layer.undo.log is not None or call.key.shape[2] != 1:
         return False
-    if layer._has_rate_of_one or not layer.supplying.by_functions(state.spec):
+    if layer._has_rate_of_one or layer.turn_ends or not layer.supplying.by_functions(state.spec):
         return False
     return call.key.device == state.position.device and call.key.shape[0] == layer.batch_size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
-from kvdsl.runtime.hf.marks import Marks
 from kvdsl.runtime.lifetimes import Linked
+from kvdsl.runtime.marks import Marks
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
@@ -86,8 +86,11 @@ class Supplying(Linked):
         """Record the hidden states passed to a module."""
         self._heard = None if hidden is None else (module, hidden)
 
-    def of_forward(self, state: SlotState, module: nn.Module, call: AttentionCall) -> Tensor:
+    def of_forward(self, state: SlotState, module: nn.Module, call: AttentionCall, turn_ends: Sequence[int] = ()) -> Tensor:
         """Return a forward's per-token values, as in `AttentionCall.supplied`.
+
+        Args:
+            turn_ends: where turns end in the text.
 
         Raises:
             KvdslError: if a value is missing and has no default, or has a wrong kind or shape.
@@ -104,12 +107,12 @@ class Supplying(Linked):
                 with torch.no_grad():
                     values[name] = function(module, heard[1])
         with torch.no_grad():
-            values |= self._of_text(state, call)
+            values |= self._of_text(state, call, turn_ends)
             return in_rows(
                 state.spec, values, call.key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
             )
 
-    def _of_text(self, state: SlotState, call: AttentionCall) -> dict[str, Tensor]:
+    def _of_text(self, state: SlotState, call: AttentionCall, turn_ends: Sequence[int]) -> dict[str, Tensor]:
         """Return what the text says of the new tokens: spans, turn and ids; [batch, 1, tokens] each."""
         found, shape = {}, (len(call.key), 1, call.key.shape[2])
         if state.spec.spans:
@@ -122,6 +125,8 @@ class Supplying(Linked):
                 else call.key.new_zeros(len(call.key))
             )
             found["turn"] = turn.reshape(len(call.key), -1)[:, :1, None].float().expand(shape)
+            for at in turn_ends:
+                found["turn"] = found["turn"] + (new_positions(state, call)[:, None] >= at)
         if "token" in state.spec.hears:
             if self.ids is None or self.ids.shape != (shape[0], shape[2]):
                 raise KvdslError(

@@ -83,6 +83,10 @@ class Marks(Linked):
         inside = (place >= first) & (place < end) & ((at == EVERY_ROW) | (at == row))
         return inside.any(-1).float()
 
+    def holds(self, name: str, place: int) -> bool:
+        """Whether the place lies in a span that is marked in every row."""
+        return any(start <= place < end for _, start, end in self._stretches.get(name, ()))
+
     def mark_cached(self, state: SlotState) -> None:
         """Update the span columns of a layer's cached tokens."""
         columns = state.column_index.single(state.columns)

@@ -1,0 +1,85 @@
+"""What a request says of its prompt: `kvdsl_spans` among the `extra_args` of its sampling parameters, `vllm_xargs` of the API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvdsl.errors import KvdslError
+from kvdsl.generation.spans import checksum, names_of
+from kvdsl.runtime.marks import refuse_unknown
+from kvdsl.runtime.spec import PolicySpec
+
+KEY = "kvdsl_spans"
+
+
+class Said(NamedTuple):
+    """What is marked in a prompt.
+
+    Attributes:
+        spans: by name, the stretches; an end of None: the span goes on in the answer.
+        turns: the places where turns have ended, ascending.
+    """
+
+    spans: dict[str, list[tuple[int, int | None]]]
+    turns: list[int]
+
+
+def said_of(spec: PolicySpec, extra: Mapping[str, Any] | None, prompt: Sequence[int]) -> Said:
+    """Read and check what a request says.
+
+    Args:
+        extra: the request's `extra_args`.
+        prompt: its token ids.
+
+    Raises:
+        KvdslError: for anything that is no mark of this prompt, or that the policy does not read.
+    """
+    told = (extra or {}).get(KEY, {})
+    if isinstance(told, str):
+        try:
+            told = json.loads(told)
+        except ValueError as error:
+            raise KvdslError(f"`{KEY}` is no JSON: {error}") from None
+    if not isinstance(told, Mapping):
+        raise KvdslError(f'`{KEY}` is {told!r}; give stretches by name, {{"tool": [[12, 40]]}}')
+    rest = dict(told)
+    known, turns = rest.pop("prompt", None), rest.pop("turns", [])
+    if known is not None and list(known) != checksum(prompt):
+        raise KvdslError(
+            f"`{KEY}` is of another prompt ({known[:1]} tokens) than the one that vLLM made of the request ({len(prompt)} tokens): render "
+            f"both by the same chat template, with the same tools"
+        )
+    for name in rest:
+        refuse_unknown(spec, name)
+    if turns and "turns" not in names_of(spec):
+        raise KvdslError(f"{spec.name} reads no turns: leave `turns` out of `{KEY}`")
+    spans = {name: [_stretch(name, one, len(prompt)) for one in _list(name, found)] for name, found in rest.items()}
+    return Said(spans, sorted(_place("turns", at, len(prompt)) for at in _list("turns", turns)))
+
+
+def _list(name: str, found: Any) -> list[Any]:
+    if not isinstance(found, list | tuple):
+        raise KvdslError(f"`{name}` in `{KEY}` is {found!r}; give a list")
+    return list(found)
+
+
+def _stretch(name: str, found: Any, length: int) -> tuple[int, int | None]:
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        raise KvdslError(f"a stretch of `{name}` in `{KEY}` is {found!r}; give [start, end], the end behind its last token")
+    start = _place(name, found[0], length)
+    end = None if found[1] is None else _place(name, found[1], length)
+    if end is not None and end <= start:
+        raise KvdslError(
+            f"`{name}` from {start} to {end} in `{KEY}` holds no token: the end is the place behind its last one"
+        )
+    return start, end
+
+
+def _place(name: str, found: Any, length: int) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= length:
+        raise KvdslError(
+            f"`{name}` in `{KEY}` names place {found!r}, and the prompt has {length} tokens: give places from 0 to {length}"
+        )
+    return found
