@@ -72,8 +72,10 @@ class TritonBackend:
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         check_release()
-        if spec.kv_dtype != "model":
-            raise KvdslError(f"Triton's kernels do not read keys and values in `{spec.kv_dtype}`: leave `kv_dtype` out")
+        if spec.kv_dtype != "model" and spec.selects:
+            raise KvdslError(
+                f"Triton kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
+            )
         if not spec.triton_source.exists():
             raise KvdslError(spec.without("triton"))
         if device.type != "cuda" and not interpreted():
@@ -188,7 +190,8 @@ class TritonBackend:
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
-            "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "cache_rows": cache_rows, "heads": heads,
+            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": blocks,
+            "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
             "pages": state.page_bounds.shape[2] if state.spec.bounds_pages else 0,

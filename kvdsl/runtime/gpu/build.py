@@ -122,6 +122,7 @@ class Shape:
         group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
         some_rows: whether a step is of some rows of the cache, as in a serving engine (`kvdsl.runtime.gpu.rows`).
         block: slots of a block, 0 where they lie in place. halves: whether keys' rotated halves are kept, where they turn.
+        kv_dtype: the cache's. Unless it is `model`, kernels receive float32 vectors from a model of any dtype.
     """
 
     group: int = 4
@@ -130,11 +131,17 @@ class Shape:
     some_rows: bool = False
     block: int = 0
     halves: bool = False
+    kv_dtype: str = "model"
+
+    @property
+    def read(self) -> str:
+        """The dtype of the vectors that kernels receive."""
+        return self.dtype if self.kv_dtype == "model" else "fp32"
 
     @property
     def sizes(self) -> Sizes:
         """What the kernels are cut by."""
-        return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.dtype][1])
+        return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.read][1])
 
     @property
     def rope(self) -> Rope:
@@ -176,7 +183,7 @@ def build(
     wanted = [launched(kernels_of(source), shape, target) for target in targets.values()]
     for of_targets in zip(*wanted, strict=True):
         for (name, target), (kernel, function, constants, options) in zip(targets.items(), of_targets, strict=True):
-            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options, step)
+            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.read), options, step)
 
 
 def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -214,7 +221,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
     """Constants that kernels share. Tensors that a policy does not have are None."""
     constants = {
         "LOGITS": "logits" in arguments,
-        "DOT": DTYPES[shape.dtype][0],
+        "DOT": DTYPES[shape.read][0],
         "SINKS": False,
         "BIASED": False,
         "RANKED": False,
@@ -227,6 +234,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
         "CAPPED": False,
         "BEFORE": False,
         "SIZE": shape.block,
+        "KV": shape.kv_dtype,
         "HALVES": shape.halves and rope is not None,
     }
     absent = (
@@ -240,7 +248,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel with what it is compiled with; `dtype`: the model's."""
+    """A kernel with what it is compiled with; `dtype`: see `Shape.read`."""
 
     function: Any
     constants: dict[str, Any]
@@ -262,6 +270,8 @@ class _Kernel:
         return ASTSource(self.function, signature, {name: x for name, x in self.constants.items() if name in names}, aligned)
 
     def _type(self, name: str) -> str:
+        if name in ("keys", "values") and self.constants.get("KV", "model") != "model":
+            return "*u8"
         return f"*{self.dtype}" if name in _OF_THE_MODEL else _TYPES[name]
 
 

@@ -81,8 +81,8 @@ def _scaled(x: Tensor, size: Tensor, largest: float, sign: Tensor | float = 1.0)
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
-    """The bytes of scales, float32 [..., 1]: uint8 [..., 2]."""
-    return scale.bfloat16().view(torch.uint8)
+    """The bytes of scales, float32 [..., 1]: uint8 [..., 2], the upper half of each. `Tensor.bfloat16` has several NaNs."""
+    return scale.view(torch.uint8)[..., 2:]
 
 
 def _scale_of(pairs: Tensor) -> Tensor:
