@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.ir.printer import print_policy
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.state.undo import UndoLog
@@ -18,7 +20,7 @@ from tests.differential.test_kv_dtype import PACKED, drawn
 from tests.differential.test_random import load
 from tests.differential.traces import run_policy
 from tests.quick import few
-from tests.runtime.test_blocks import assert_same, folder
+from tests.runtime.test_blocks import Run, assert_same, folder
 from tests.runtime.test_kv_dtype import made
 
 from .interpreter import defined, with_kernels
@@ -45,3 +47,71 @@ def test_shipped_policies(name: str, kv_dtype: str) -> None:
     case = replace(CASES[name], kv_dtype=kv_dtype, dtype=torch.float32)
     tally = compare(*load(case.policy), "triton", case)
     assert tally.steps and not tally.failures
+
+
+def random_policies(first: int) -> Iterator[int]:
+    """Numbers of random policies that do not select: what selects is refused."""
+    return (number for number in count(first) if drawn(number)[0].select is None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(5_000, 5_800, 100))
+def test_random_policies(first: int, tmp_path: Path) -> None:
+    served = 0
+    for number in islice(random_policies(first), 6):
+        policy, trace = drawn(number)
+        spec = with_kernels(policy, tmp_path)
+        if spec is None:
+            continue
+        trace, served = defined(trace), served + 1
+        spec = spec.laid_out(kv_dtype=trace.kv_dtype)
+        found = run_policy(policy, TritonBackend(spec, torch.device("cpu"), trace.dtype), trace, spec=spec)
+        assert not found.failures, f"{number}\n{print_policy(policy)}\n{trace}\n{found.failures[:3]}"
+    assert served
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kv_dtype", PACKED)
+@pytest.mark.parametrize("name", ["full", "roco", "staged"])
+def test_torch_stores_the_same_bytes(folder: Path, name: str, kv_dtype: str) -> None:
+    """In place and in blocks, also while a cache grows, and of rows that change places, as beams do."""
+    runs = [
+        made(folder, name, kv_dtype, *where)
+        for where in (("torch",), ("triton",), ("torch", "blocks:5"), ("triton", "blocks:5"))
+    ]
+    order = torch.tensor([2, 0, 0])
+    for run in runs:
+        run.steps(1, 2, 3)
+        run.state.select_rows(order)
+        run.steps(4, 5)
+    for theirs, ours in (runs[:2], runs[2:]):
+        live = theirs.state.position >= 0
+        assert torch.equal(theirs.state.position, ours.state.position)
+        for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
+            assert mine.dtype == torch.uint8 and torch.equal(mine[live], other[live])
+
+
+def rows_of(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a run, as bytes, by slot."""
+    layout, slots = run.state.layout, run.state.slots
+    return layout.keys(slots), layout.values(slots)
+
+
+def test_steps_are_taken_back_to_the_bit(folder: Path) -> None:
+    run, straight = (made(folder, "roco", "int4", "triton") for _ in range(2))
+    log = UndoLog(5)
+    for seed in (1, 2):
+        log.note(run.state)
+        run.steps(seed)
+    log.take_back(run.state, 1)
+    straight.steps(1)
+    assert_same(run.state, straight.state)
+    for one in (run, straight):
+        one.steps(3)
+    assert torch.equal(run.out[-1], straight.out[-1])
+
+
+def test_what_selects_is_refused() -> None:
+    spec = kvdsl.load("quest").spec.laid_out(kv_dtype="int8")
+    with pytest.raises(KvdslError, match="Triton kernels choose what a token attends to by keys in the model's dtype"):
+        TritonBackend(spec, torch.device("cpu"), torch.float32)

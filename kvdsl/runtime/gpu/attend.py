@@ -84,6 +84,7 @@ def attend(
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
+    PRECISION: tl.constexpr,  # of such products, where it is float32
 ):
     """One split of one KV head of one row; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -104,9 +105,11 @@ def attend(
         mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block, which plain keys are multiplied by
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
+        if KV == "model":
+            q_first, q_second, q_other = rotate.parts(
+                query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
+            )
         evicted = now - tl.load(length + own_pair)  # from before the new token
-    if TURNS and KV == "model":
-        q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
 
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
@@ -174,7 +177,7 @@ def attend(
                     meets = mixed_q
             if TURNS:
                 k = rotate.nearer(k, by, angles, D_PAD, PAIRS, OFFSET, INTERLEAVED)
-            score = tl.dot(meets.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
+            score = tl.dot(meets.to(DOT), tl.trans(k.to(DOT)), input_precision=PRECISION)
         logit = _capped(score * scaling, softcap)
         if BIASED:  # the new token's own distance is 0
             behind = now - pos
@@ -189,7 +192,7 @@ def attend(
         v = packed.load(values, at, there, E, E_PAD, KV)
         if DENSE:  # what free slots hold may not be finite, which a weight of 0 does not undo
             v = tl.where(visible[:, None], v, 0.0)
-        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
+        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
 
     if split == 0:  # the new token
         now_key = packed.plain_vector(packed.rounded(now_key, D, D_PAD, KV), D, D_PAD, KV)

@@ -25,7 +25,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, signed
+from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, precision_of, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
@@ -74,7 +74,8 @@ class TritonBackend:
         check_release()
         if spec.kv_dtype != "model" and spec.selects:
             raise KvdslError(
-                f"Triton kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
+                f"Triton kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave "
+                f"`kv_dtype` out"
             )
         if not spec.triton_source.exists():
             raise KvdslError(spec.without("triton"))
@@ -197,7 +198,8 @@ class TritonBackend:
             "pages": state.page_bounds.shape[2] if state.spec.bounds_pages else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
-            "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
+            "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
+            "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
             "HALVES": state.spec.rope_cached and rope is not None,
         }  # fmt: skip
@@ -215,7 +217,7 @@ class TritonBackend:
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        attends = arguments | dense | sizes.attend(rope)
+        attends = arguments | dense | sizes.attend(rope, packed=state.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if block_size:
             yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)

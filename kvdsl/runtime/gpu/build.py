@@ -21,7 +21,7 @@ from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import chooses_pages, interpreted, kernels_of
-from kvdsl.runtime.gpu.launch import check_release, tool
+from kvdsl.runtime.gpu.launch import check_release, precision_of, tool
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Workload, taken
 from kvdsl.runtime.gpu.sizes import (
@@ -194,7 +194,10 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     block = shape.block
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
-    common = _common(arguments, shape, rope) | {"SPREADS": kernels.SPREADS}
+    common = _common(arguments, shape, rope) | {
+        "SPREADS": kernels.SPREADS,
+        "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),
+    }
     observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
     alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
@@ -202,7 +205,7 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
         ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
         ("vote", "vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
         ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
-        ("attend", attend, sizes.attend(rope), sizes.attend_options, True),
+        ("attend", attend, sizes.attend(rope, packed=shape.kv_dtype != "model"), sizes.attend_options, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
         ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.SPREADS), settles, True),
         ("agree", "agree", alone, ALONE_OPTIONS, True),

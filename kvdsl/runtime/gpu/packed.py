@@ -185,7 +185,9 @@ def _decoded(x, scale):
 
 @triton.jit
 def _encoded(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Codes of a plain vector, float32 [1, D_PAD], as numbers, and its scales, [1, S]; 0 and NaN where one of those that share a scale is not finite."""
+    """Codes of a plain vector, float32 [1, D_PAD], as numbers, and its scales, [1, S]; 0 and NaN where numbers that share a scale are not
+    all finite.
+    """
     S: tl.constexpr = D_PAD // GROUP if KV == "int4" and D_PAD > GROUP else 1
     if KV == "int4":
         x = hadamard(x, D, D_PAD)
