@@ -72,11 +72,6 @@ class TritonBackend:
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         check_release()
-        if spec.kv_dtype != "model" and spec.selects:
-            raise KvdslError(
-                f"Triton kernels choose what a token attends to by keys in the model's dtype, not in `{spec.kv_dtype}`: leave "
-                f"`kv_dtype` out"
-            )
         if not spec.triton_source.exists():
             raise KvdslError(spec.without("triton"))
         if device.type != "cuda" and not interpreted():

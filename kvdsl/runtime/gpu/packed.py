@@ -58,6 +58,31 @@ def load(of, at, held, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 
 @triton.jit
+def over(of, at, held, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
+    """Read some dims, [W], of rows `at`: plain, [n, W], zeros where `held` is false or a dim is negative."""
+    there = held[:, None] & (dims >= 0)[None, :]
+    if KV == "model":
+        x = tl.load(of + at[:, None] * D + dims[None, :], mask=there, other=0.0)
+    else:
+        x = plain(load(of, at, held, D, D_PAD, KV), D, D_PAD, KV)
+        x = tl.gather(x, tl.broadcast_to(tl.maximum(dims, 0)[None, :], [at.shape[0], dims.shape[0]]), 1)
+        x = tl.where(there, x, 0.0)
+    return x
+
+
+@triton.jit
+def over_new(new, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
+    """The same dims, [W], of a vector in the model's dtype as they are read once it is placed."""
+    if KV == "model":
+        x = tl.load(new + dims, mask=dims >= 0, other=0.0)
+    else:
+        d = tl.arange(0, D_PAD)
+        x = plain_vector(rounded(tl.load(new + d, mask=d < D, other=0.0), D, D_PAD, KV), D, D_PAD, KV)
+        x = tl.where(dims >= 0, tl.gather(x, tl.maximum(dims, 0), 0), 0.0)
+    return x
+
+
+@triton.jit
 def place(to, at, x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
     """Write a plain vector, [D_PAD], to row `at`; returns what is read from there, plain."""
     d = tl.arange(0, D_PAD)
