@@ -131,6 +131,7 @@ class SelectPlan:
         always: statements that protect what is attended to in any case.
         page: whether there are pages, `page_after`: which begin behind the text's first tokens.
         sketch: what dims rank by.
+        reads_rows: whether one of these expressions reads cached keys or values.
     """
 
     by: str
@@ -142,6 +143,7 @@ class SelectPlan:
     page: bool
     page_after: bool
     sketch: Value | None
+    reads_rows: bool
 
 
 @dataclass(frozen=True)
@@ -478,6 +480,7 @@ def _select(step: Step) -> SelectPlan | None:
         raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
     if select.count and has(select.count, Reduce, within="sketch"):
         raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before a sketch is found anew")
+    written = (select.count, step.sketch, *((select.of_head, select.of_votes) if by == "expression" else ()))
     return SelectPlan(
         by=by,
         expression=_expression(step, select.of_head, {}) if by == "expression" else None,
@@ -488,6 +491,7 @@ def _select(step: Step) -> SelectPlan | None:
         page=select.paged,
         page_after=step.pages_after,
         sketch=None if step.sketch is None else _sketch(step.sketch),
+        reads_rows=any(reads(one, "k", "v") for one in written if one is not None),
     )
 
 

@@ -204,7 +204,7 @@ class TritonBackend:
             if agrees:
                 yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": True}, ALONE_OPTIONS)
         if state.selects:
-            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
+            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.packed)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             if hasattr(self.kernels, "vote"):
                 yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)

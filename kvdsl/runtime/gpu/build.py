@@ -202,7 +202,13 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
         ("make_room", "make_room", alone, ALONE_OPTIONS, True),
-        ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
+        (
+            "look",
+            "look",
+            sizes.look(width or shape.head_dim, in_blocks=block > 0, packed=shape.kv_dtype != "model"),
+            LOOK_OPTIONS,
+            selects,
+        ),
         ("vote", "vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
         ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
         ("attend", attend, sizes.attend(rope, packed=shape.kv_dtype != "model"), sizes.attend_options, True),

@@ -197,14 +197,15 @@ class Sizes:
         each = -(-blocks // max(1, min(blocks, processors * SETTLERS_PER_PROCESSOR // pairs)))
         return -(-blocks // each), each * self.settle_block
 
-    def look(self, dims: int, *, in_blocks: bool = False) -> dict[str, Any]:
-        """Constants of `look` that follow from the sizes.
+    def look(self, dims: int, *, in_blocks: bool = False, packed: bool = False) -> dict[str, Any]:
+        """Constants of `look` that depend on the sizes.
 
         Args:
             dims: numbers of a key that are looked at.
-            in_blocks: whether keys lie in blocks, so that addresses take registers.
+            in_blocks: whether keys lie in blocks, so that addresses take registers. packed: whether their `kv_dtype` is not the model's,
+                so that a sketch reads whole keys.
         """
-        slots = self.look_block(dims)
+        slots = self.look_block(self.key_dim if packed else dims)
         return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": max(16, slots // 2) if in_blocks else slots}
 
     def choose(self, splits: int, pieces: int, *, pages: bool) -> dict[str, Any]:

@@ -58,6 +58,7 @@ struct Policy {
 
   // If it selects; see select.hpp.
   static constexpr By by = By::all;
+  static constexpr bool choice_reads_rows = false;  // whether a function below reads cached keys or values
   static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to; or a template over QueryOf's dtype
   static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
   static int page_after(const Slots&) { return 0; }         // tokens before the first page
