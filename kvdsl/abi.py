@@ -2,5 +2,5 @@
 
 VERSION = "0.1.0"
 
-ABI = 14
+ABI = 15
 """Generated code states it, and the runtime refuses packages of another version."""

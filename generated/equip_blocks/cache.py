@@ -65,7 +65,7 @@ class EQUIPBlocksCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         rope_cached=True,
-        abi=14,
+        abi=15,
     )
 
     def __init__(

@@ -66,7 +66,7 @@ class RoCoCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         overprotects=True,
-        abi=14,
+        abi=15,
     )
 
     def __init__(

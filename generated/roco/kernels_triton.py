@@ -30,7 +30,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import evicting, layout, observing, ops
+from kvdsl.runtime.gpu import evicting, layout, observing, ops, packed
 
 SCORES = 2  # rows of `work`
 SPREADS = True  # whether several programs of `settle` share a KV head's slots
@@ -73,6 +73,7 @@ def settle(
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -92,7 +93,7 @@ def settle(
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
-            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, KV)
         return
     if tl.load(real + row) == 0:
         return
@@ -124,8 +125,8 @@ def settle(
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
         at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
-        tl.store(keys + at * D + d, key, mask=d < D)
-        tl.store(values + at * E + e, value, mask=e < E)
+        key = packed.place(keys, at, key, D, D_PAD, KV)
+        value = packed.place(values, at, value, E, E_PAD, KV)
         tl.store(position + slot, now)
         ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
         tl.store(sum_attn_at + slot, 0.0)

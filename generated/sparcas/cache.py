@@ -66,7 +66,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=14,
+        abi=15,
     )
 
     def __init__(

@@ -31,7 +31,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import layout, ops, select
+from kvdsl.runtime.gpu import layout, ops, packed, select
 
 SCORES = 0  # rows of `work`
 SPREADS = False  # whether several programs of `settle` share a KV head's slots
@@ -94,6 +94,7 @@ def look(
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -113,7 +114,7 @@ def look(
     now = tl.load(seen + own_row)
     query += pair * G * D
     new_key += pair * D
-    keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * D
+    keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * packed.row(D, KV)
     table = layout.table_of(table, own_row, slots, SIZE)
     grades += pair * (slots + 16)
     mine = pair * splits + split
@@ -130,7 +131,7 @@ def look(
     first = split * per_split
     end = tl.minimum(first + per_split, slots)
     if due_again:
-        select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, BLOCK, table, SIZE)
+        select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, D_PAD, BLOCK, table, SIZE, KV)
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < end
@@ -141,7 +142,7 @@ def look(
         by = select.product(q, k, g, G, "mean", DOT)
         select.grade_slots(grades, i, inside, pos, now, window, by)
     if split == 0:
-        select.grade_new(grades, slots, q, select.over_dims(new_key, dims), g, G, "mean")
+        select.grade_new(grades, slots, q, packed.over_new(new_key, dims, D, D_PAD, KV), g, G, "mean")
     tl.store(first_free + mine, tl.min(gap, 0))
     tl.store(held + mine, tl.sum(live, 0))
     select.count_levels(levels + mine * select.LEVELS, grades, first, end)
@@ -237,6 +238,7 @@ def settle(
     per_piece,  # slots of a program
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -257,7 +259,7 @@ def settle(
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
-            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, KV)
         return
     if tl.load(real + row) == 0:
         return
@@ -279,11 +281,11 @@ def settle(
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
         at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
-        tl.store(keys + at * D + d, key, mask=d < D)
-        tl.store(values + at * E + e, value, mask=e < E)
+        key = packed.place(keys, at, key, D, D_PAD, KV)
+        value = packed.place(values, at, value, E, E_PAD, KV)
         tl.store(position + slot, now)
         if SELECTS:
-            select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, own_pair, slot, slots, width, W_PAD)
+            select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, own_pair, slot, slots, width, D, D_PAD, W_PAD, KV)
             tl.store(copied + own_row, 1)
         else:  # it is kept up to date where it is not looked at, too
             dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)

@@ -29,7 +29,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import evicting, layout, ops, rotate
+from kvdsl.runtime.gpu import evicting, layout, ops, packed, rotate
 
 SCORES = 1  # rows of `work`
 SPREADS = True  # whether several programs of `settle` share a KV head's slots
@@ -71,6 +71,7 @@ def settle(
     per_piece,  # slots of a program
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -95,7 +96,7 @@ def settle(
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
-            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, KV)
         return
     if tl.load(real + row) == 0:
         return
@@ -124,8 +125,8 @@ def settle(
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
         at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
-        tl.store(keys + at * D + d, key, mask=d < D)
-        tl.store(values + at * E + e, value, mask=e < E)
+        key = packed.place(keys, at, key, D, D_PAD, KV)
+        value = packed.place(values, at, value, E, E_PAD, KV)
         tl.store(position + slot, now)
         tl.store(rank + slot, live - 1)
         tl.store(length + own_pair, live - leaving)

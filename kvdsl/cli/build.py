@@ -60,10 +60,6 @@ def command(
 
     if head_dim % 16:
         raise click.BadParameter("must be a multiple of 16", param_hint="'--head-dim'")
-    if memory.get("kv_dtype", "model") != "model":
-        raise click.BadParameter(
-            "C++ kernels read every one, and Triton's read none: leave it out", param_hint="'--kv-dtype'"
-        )
     wanted = [target.strip() for target in targets.split(",") if target.strip()]
     shape = {"group": group, "head_dim": head_dim, "dtype": dtype}
     rows = [row for name in names for row in _build(load(name, **memory).spec, wanted, shape, step if report else None)]
@@ -92,7 +88,7 @@ def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dic
     if not spec.triton_source.exists():
         raise KvdslError(f"`{spec.stem}`: {spec.without('triton')}; `--target cpu`")
     block = spec.block or slots_of_a_block("blocks") if spec.in_blocks else 0
-    wanted = Shape(**shape, block=block, halves=spec.rope_cached)
+    wanted = Shape(**shape, block=block, halves=spec.rope_cached, kv_dtype=spec.kv_dtype)
     yield from build(spec.stem, spec.triton_source, gpus, wanted, None if step is None else Workload(**step))
 
 

@@ -125,19 +125,24 @@ class Facts:
     @property
     def sketch_bytes(self) -> int | None:
         """Bytes of one key over the sketch's dims, which kernels keep in selecting layers; None if the number of dims is unknown."""
-        if self.policy.sketch is None or self.plan.cpp is None or self.kv_dtype != "model":
+        if self.policy.sketch is None or self.plan.cpp is None:
             return 0
         dims = value_of(self.policy.sketch.count, self.values)
-        return None if dims is None else int(dims) * DTYPES[self.dtype]
+        return None if dims is None else int(dims) * self._of_a_number
 
     @property
     def page_bytes(self) -> float | None:
         """One token's share of the smallest and largest key of its page, which kernels also store."""
         select = None if self.plan.cpp is None else self.plan.cpp.select
-        if self.policy.pages is None or select is None or select.by != "page_bound" or self.kv_dtype != "model":
+        if self.policy.pages is None or select is None or select.by != "page_bound":
             return 0
         tokens = value_of(self.policy.pages, self.values)
-        return None if tokens is None else self.key_and_value / max(1, int(tokens))
+        return None if tokens is None else 2 * self.head_dim * self._of_a_number / max(1, int(tokens))
+
+    @property
+    def _of_a_number(self) -> int:
+        """Bytes of a number in the copies that kernels keep beside keys: float32 beside keys in another `kv_dtype` than the model's."""
+        return DTYPES[self.dtype if self.kv_dtype == "model" else "float32"]
 
     @property
     def bytes_per_token(self) -> int:
@@ -152,12 +157,7 @@ class Facts:
     @property
     def backends(self) -> list[dict[str, Any]]:
         """Each backend: whether it serves the policy, or why not; on `cpu`, for what torch evicts instead of C++."""
-        refused = dict(self.plan.refusals)
-        if self.kv_dtype != "model":
-            without = ["triton"] if self.policy.select is None else ["triton", "cpu"]
-            refused |= {
-                name: f"keys and values whose `kv_dtype` is `{self.kv_dtype}`" for name in without if name not in refused
-            }
+        refused = self.plan.refusals
         told = [
             {"name": name, "ok": name not in refused, "why_not": refused.get(name)} for name in ("cpu", "torch", "triton")
         ]

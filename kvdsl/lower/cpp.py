@@ -138,6 +138,7 @@ class SelectPlan:
         always: statements that mark the slots that are always selected.
         page: whether there are pages. page_after: whether they start after the text's first tokens.
         sketch: what dims rank by.
+        reads_rows: whether one of these expressions reads cached keys or values.
     """
 
     by: str
@@ -149,6 +150,7 @@ class SelectPlan:
     page: bool
     page_after: bool
     sketch: Value | None
+    reads_rows: bool
 
 
 @dataclass(frozen=True)
@@ -482,6 +484,7 @@ def _select(step: Step) -> SelectPlan | None:
         raise NotLowerable("a reduction over slots of a value per query head, together with `over heads`")
     if select.count and has(select.count, Reduce, within="sketch"):
         raise NotLowerable("a count of `select` that reads `over sketch`: tokens are counted before the sketch is refreshed")
+    written = (select.count, step.sketch, *((select.of_head, select.of_votes) if by == "expression" else ()))
     return SelectPlan(
         by=by,
         expression=_expression(step, select.of_head, {}) if by == "expression" else None,
@@ -492,6 +495,7 @@ def _select(step: Step) -> SelectPlan | None:
         page=select.paged,
         page_after=step.pages_after,
         sketch=None if step.sketch is None else _sketch(step.sketch),
+        reads_rows=any(reads(one, "k", "v") for one in written if one is not None),
     )
 
 

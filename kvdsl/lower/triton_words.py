@@ -61,6 +61,7 @@ def _modules(plan: TritonPlan) -> Iterator[str]:
         "neighbours": plan.settle is not None and plan.settle.pools,
         "observing": plan.prompt is not None,
         "ops": True,
+        "packed": True,
         "rotate": plan.compact,
         "select": plan.select is not None,
     }

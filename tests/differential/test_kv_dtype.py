@@ -25,13 +25,6 @@ from .traces import Trace, random_trace, run_policy, spec_of
 from .units import build
 
 PACKED = KV_DTYPES[1:]
-SERVED = [
-    (policy, backend)
-    for policy, backend in PAIRS
-    if backend == "torch" or policy not in ("sparcas", "quest", "roco_sparcas")
-]
-"""C++ does not select by what is packed."""
-
 DIMS = (2, 6, 8, 24, 32, 64, 80, 96, 128, 256)
 
 
@@ -65,7 +58,8 @@ def test_how_far_numbers_are_rounded(kv_dtype: str, most: float) -> None:
 
 @pytest.mark.parametrize("kv_dtype", PACKED)
 @pytest.mark.parametrize(
-    ("policy", "backend"), few(SERVED, ("roco", "torch"), ("roco", "cpu"), ("streaming_llm", "cpu"), ("quest", "torch"))
+    ("policy", "backend"),
+    few(PAIRS, ("roco", "torch"), ("roco", "cpu"), ("streaming_llm", "cpu"), ("quest", "cpu"), ("sparcas", "cpu")),
 )
 def test_shipped_policies(policy: str, backend: str, kv_dtype: str) -> None:
     cases = [replace(random_case(policy, number), kv_dtype=kv_dtype, dtype=torch.float32) for number in range(40, 44)]
@@ -83,9 +77,8 @@ def drawn(number: int, *, fused: bool = False) -> tuple[Policy, Trace]:
 
 @pytest.mark.parametrize("unit", few(range(4)))
 def test_random_policies_in_cpp(unit: int) -> None:
-    """Those that kernels serve: none that select."""
     made = {policy.stem: (policy, trace) for policy, trace in (drawn(1_000 * unit + n, fused=True) for n in range(60))}
-    files = {stem: package(policy, print_policy(policy)) for stem, (policy, _) in made.items() if policy.select is None}
+    files = {stem: package(policy, print_policy(policy)) for stem, (policy, _) in made.items()}
     stems = [stem for stem in files if "kernels_cpu.cpp" in files[stem]][:20]
     assert len(stems) == 20
     specs = {stem: spec_of(made[stem][0], files[stem]).laid_out(kv_dtype=made[stem][1].kv_dtype) for stem in stems}

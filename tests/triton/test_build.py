@@ -9,6 +9,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.memory import KV_DTYPES
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu.build import Shape, build, parse_target
 from tests.cli.harness import run
@@ -111,6 +112,16 @@ def test_other_shapes_spill_next_to_nothing(
     assert {row["kernel"] for row in rows} == set(kernels_for(policy))
     turns = kvdsl.load(policy).spec.compact
     assert all(row["spills"] <= max(32, allowed(row["kernel"], row["target"], turns=turns)) for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas", "quest"])
+def test_fewer_bits_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str, kv_dtype: str) -> None:
+    """Two numbers, where a query attends to a selection in `int4`."""
+    rows = run(capsys, "build", policy, "--kv-dtype", kv_dtype, "--target", "cuda:90", "--json").json()["rows"]
+    assert [row["kernel"] for row in rows] == kernels_for(policy)
+    assert all(row["spills"] <= (8 if row["kernel"] == "attend" and kv_dtype == "int4" else 0) for row in rows)
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,6 @@ class CpuBackend:
             raise KvdslError(f"the cpu backend needs tensors on a CPU, not on {device}")
         if dtype not in _DTYPES:
             raise KvdslError(f"the cpu backend supports float32, bfloat16 and float16, not {dtype}")
-        if spec.kv_dtype != "model" and spec.selects:
-            raise KvdslError(
-                f"C++ kernels select tokens by keys in the model's dtype, not in `{spec.kv_dtype}`: leave `kv_dtype` out"
-            )
         if not spec.cpu_source.exists():
             raise KvdslError(spec.without("cpu"))
         library = _library(spec.cpu_source, spec.stem)

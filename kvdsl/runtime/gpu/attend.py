@@ -15,6 +15,10 @@ Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where t
 Under compact positions (TURNS) keys are turned as they are read, pairs of dims at a time; see `kvdsl.runtime.gpu.rotate`.
 
 With SIZE, keys and values lie in blocks of so many slots; see `kvdsl.runtime.gpu.layout`.
+
+KV is the cache's `kv_dtype`; see `kvdsl.runtime.gpu.packed`. In `int4` keys and values are mixed by a Hadamard matrix, so the query is
+mixed once, and `settle` turns the weighted sum of the values back. A mixed query that is not finite would make every score NaN. It meets
+plain keys instead.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import layout, ops, rotate
+from kvdsl.runtime.gpu import layout, ops, packed, rotate
 
 
 @triton.jit
@@ -59,6 +63,7 @@ def attend(
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    KV: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -79,6 +84,7 @@ def attend(
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
+    PRECISION: tl.constexpr,  # of such products, where it is float32
 ):
     """One split of one KV head of one row; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -86,8 +92,8 @@ def attend(
     own_row = ops.row_of(which, row, SOME)
     pair, own_pair = (row * heads + head).to(tl.int64), (own_row * heads + head).to(tl.int64)
     begin = tl.load(first_rows + own_pair)
-    keys += begin * D
-    values += begin * E
+    keys += begin * packed.row(D, KV)
+    values += begin * packed.row(E, KV)
     if SIZE > 0:
         table = layout.table_of(table, row, slots, SIZE)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
@@ -95,8 +101,14 @@ def attend(
     now = tl.load(seen + own_row)
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
+    if KV == "int4":
+        mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block, which plain keys are multiplied by
+        meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
-        q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+        if KV == "model":
+            q_first, q_second, q_other = rotate.parts(
+                query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
+            )
         evicted = now - tl.load(length + own_pair)  # from before the new token
 
     if BIASED:
@@ -130,6 +142,7 @@ def attend(
         at = layout.rows(i, there, table, SIZE)
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=there, other=0), visible, evicted)
+        if TURNS and KV == "model":
             k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
             halves = half_keys
             if HALVES:
@@ -152,8 +165,19 @@ def attend(
                 DOT,
             )
         else:
-            k = tl.load(keys + at[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
-            score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
+            k = packed.load(keys, at, there, D, D_PAD, KV)
+            meets = q
+            if KV == "int4":
+                needs_plain = meets_plain
+                if TURNS:
+                    needs_plain |= tl.max(by, 0) > 0
+                if needs_plain:
+                    k = packed.plain(k, D, D_PAD, KV)
+                else:
+                    meets = mixed_q
+            if TURNS:
+                k = rotate.nearer(k, by, angles, D_PAD, PAIRS, OFFSET, INTERLEAVED)
+            score = tl.dot(meets.to(DOT), tl.trans(k.to(DOT)), input_precision=PRECISION)
         logit = _capped(score * scaling, softcap)
         if BIASED:  # the new token's own distance is 0
             behind = now - pos
@@ -165,12 +189,14 @@ def attend(
             place = (pair * G + g[:, None]) * slots + i[None, :]
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
-        v = tl.load(values + at[:, None] * E + e[None, :], mask=there[:, None] & (e[None, :] < E), other=0.0)
+        v = packed.load(values, at, there, E, E_PAD, KV)
         if DENSE:  # what free slots hold may not be finite, which a weight of 0 does not undo
             v = tl.where(visible[:, None], v, 0.0)
-        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
+        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
 
     if split == 0:  # the new token
+        now_key = packed.plain_vector(packed.rounded(now_key, D, D_PAD, KV), D, D_PAD, KV)
+        now_value = packed.rounded(now_value, E, E_PAD, KV)
         logit = _capped(tl.sum(q.to(tl.float32) * now_key.to(tl.float32)[None, :], 1) * scaling, softcap)
         logit = tl.where(attends, logit, float("-inf"))
         if LOGITS:

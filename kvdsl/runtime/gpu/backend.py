@@ -25,7 +25,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, signed
+from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, precision_of, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
@@ -72,8 +72,6 @@ class TritonBackend:
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         check_release()
-        if spec.kv_dtype != "model":
-            raise KvdslError(f"Triton's kernels do not read keys and values in `{spec.kv_dtype}`: leave `kv_dtype` out")
         if not spec.triton_source.exists():
             raise KvdslError(spec.without("triton"))
         if device.type != "cuda" and not interpreted():
@@ -188,13 +186,15 @@ class TritonBackend:
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
-            "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "cache_rows": cache_rows, "heads": heads,
+            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": blocks,
+            "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
             "pages": state.page_bounds.shape[2] if state.spec.bounds_pages else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
-            "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
+            "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
+            "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
             "HALVES": state.spec.rope_cached and rope is not None,
         }  # fmt: skip
@@ -204,7 +204,7 @@ class TritonBackend:
             if agrees:
                 yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": True}, ALONE_OPTIONS)
         if state.selects:
-            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
+            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.packed)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             if hasattr(self.kernels, "vote"):
                 yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)
@@ -212,7 +212,7 @@ class TritonBackend:
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        attends = arguments | dense | sizes.attend(rope)
+        attends = arguments | dense | sizes.attend(rope, packed=state.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if block_size:
             yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)

@@ -21,7 +21,7 @@ from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import chooses_pages, interpreted, kernels_of
-from kvdsl.runtime.gpu.launch import check_release, tool
+from kvdsl.runtime.gpu.launch import check_release, precision_of, tool
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Workload, taken
 from kvdsl.runtime.gpu.sizes import (
@@ -122,6 +122,7 @@ class Shape:
         group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
         some_rows: whether a step is of some rows of the cache, as in a serving engine (`kvdsl.runtime.gpu.rows`).
         block: slots of a block, 0 where they lie in place. halves: whether keys' rotated halves are kept, where they turn.
+        kv_dtype: the cache's. Unless it is `model`, kernels receive float32 vectors from a model of any dtype.
     """
 
     group: int = 4
@@ -130,11 +131,17 @@ class Shape:
     some_rows: bool = False
     block: int = 0
     halves: bool = False
+    kv_dtype: str = "model"
+
+    @property
+    def read(self) -> str:
+        """The dtype of the vectors that kernels receive."""
+        return self.dtype if self.kv_dtype == "model" else "fp32"
 
     @property
     def sizes(self) -> Sizes:
         """What the kernels are cut by."""
-        return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.dtype][1])
+        return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.read][1])
 
     @property
     def rope(self) -> Rope:
@@ -176,7 +183,7 @@ def build(
     wanted = [launched(kernels_of(source), shape, target) for target in targets.values()]
     for of_targets in zip(*wanted, strict=True):
         for (name, target), (kernel, function, constants, options) in zip(targets.items(), of_targets, strict=True):
-            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options, step)
+            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.read), options, step)
 
 
 def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -187,15 +194,24 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     block = shape.block
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
-    common = _common(arguments, shape, rope) | {"SPREADS": kernels.SPREADS}
+    common = _common(arguments, shape, rope) | {
+        "SPREADS": kernels.SPREADS,
+        "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),
+    }
     observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
     alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
         ("make_room", "make_room", alone, ALONE_OPTIONS, True),
-        ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
+        (
+            "look",
+            "look",
+            sizes.look(width or shape.head_dim, in_blocks=block > 0, packed=shape.kv_dtype != "model"),
+            LOOK_OPTIONS,
+            selects,
+        ),
         ("vote", "vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
         ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
-        ("attend", attend, sizes.attend(rope), sizes.attend_options, True),
+        ("attend", attend, sizes.attend(rope, packed=shape.kv_dtype != "model"), sizes.attend_options, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
         ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.SPREADS), settles, True),
         ("agree", "agree", alone, ALONE_OPTIONS, True),
@@ -214,7 +230,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
     """Constants that kernels share. Tensors that a policy does not have are None."""
     constants = {
         "LOGITS": "logits" in arguments,
-        "DOT": DTYPES[shape.dtype][0],
+        "DOT": DTYPES[shape.read][0],
         "SINKS": False,
         "BIASED": False,
         "RANKED": False,
@@ -227,6 +243,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
         "CAPPED": False,
         "BEFORE": False,
         "SIZE": shape.block,
+        "KV": shape.kv_dtype,
         "HALVES": shape.halves and rope is not None,
     }
     absent = (
@@ -240,7 +257,7 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel with what it is compiled with; `dtype`: the model's."""
+    """A kernel with what it is compiled with; `dtype`: see `Shape.read`."""
 
     function: Any
     constants: dict[str, Any]
@@ -262,6 +279,8 @@ class _Kernel:
         return ASTSource(self.function, signature, {name: x for name, x in self.constants.items() if name in names}, aligned)
 
     def _type(self, name: str) -> str:
+        if name in ("keys", "values") and self.constants.get("KV", "model") != "model":
+            return "*u8"
         return f"*{self.dtype}" if name in _OF_THE_MODEL else _TYPES[name]
 
 

@@ -39,6 +39,13 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], opt
     return kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
 
 
+def precision_of(kv_dtype: str, *, nvidia: bool = not torch.version.hip) -> str:
+    """The precision of products of float32 matrices. Keys and values of another `kv_dtype` than `model` lie in registers, where products
+    of float32 numbers leave too little room; NVIDIA's tensor cores multiply them in three parts.
+    """
+    return "tf32x3" if nvidia and kv_dtype != "model" else "ieee"
+
+
 def signed(word: int) -> int:
     """The low 32 bits as a signed number: a seed, as kernels take it."""
     return (word + 2**31) % 2**32 - 2**31

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops
+from kvdsl.runtime.gpu import ops, packed
 
 
 @triton.jit
@@ -42,11 +42,10 @@ def rows(slot, held, table, SIZE: tl.constexpr):
 
 
 @triton.jit
-def vectors(of, first_row, slot, held, table, SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+def vectors(of, first_row, slot, held, table, SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
     """The keys or values of these slots, whose head's begin with that row: float32 [slots, D_PAD], zeros where no token is held."""
-    d = tl.arange(0, D_PAD)[None, :]
     at = first_row + rows(slot, held, table, SIZE)
-    return tl.load(of + at[:, None] * D + d, mask=held[:, None] & (d < D), other=0.0).to(tl.float32)
+    return packed.plain(packed.load(of, at, held, D, D_PAD, KV), D, D_PAD, KV).to(tl.float32)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvdsl.runtime.gpu import packed
+
 INT_MAX = tl.constexpr(2**31 - 1)
 NAN_GRADE = tl.constexpr(-(2**31) + 1)
 BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of grades with something below them to break ties
@@ -64,6 +66,7 @@ def combine(
     E_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
     SINKS: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """The group's attention from what the splits found."""
     base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
@@ -81,7 +84,7 @@ def combine(
         share = tl.exp(own - base[None, :])[:, :, None]
         at = ((pair * splits + s[:, None, None]) * G + g) * E + e
         mixed += share * tl.load(part + at, mask=(s[:, None, None] < splits) & (g < G) & (e < E), other=0.0)
-    found = tl.sum(mixed, 0) / weight[:, None]
+    found = packed.plain(tl.sum(mixed, 0) / weight[:, None], E, E_PAD, KV)
     g, e = group[:, None], tl.arange(0, E_PAD)[None, :]
     tl.store(out + (pair * G + g) * E + e, found.to(out.dtype.element_ty), mask=(g < G) & (e < E))
 

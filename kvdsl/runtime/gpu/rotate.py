@@ -72,13 +72,35 @@ def _pairs(start, held, PAIRS: tl.constexpr, P_PAD: tl.constexpr, INTERLEAVED: t
 def place_half(half, key, PAIRS: tl.constexpr, P_PAD: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Write the rotated half of a key: a pair (a, b) becomes (-b, a), as `Rope.rotate_half` has it. Both are one vector's."""
     j = tl.arange(0, 2 * P_PAD)
+    first, partner = _partner(j, PAIRS, INTERLEAVED)
+    x = tl.load(key + OFFSET + partner, mask=j < 2 * PAIRS, other=0.0).to(tl.float32)
+    tl.store(half + j, tl.where(first, -x, x).to(half.dtype.element_ty), mask=j < 2 * PAIRS)
+
+
+@triton.jit
+def _partner(j, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of dims that turn, counted from the first one: whether each is its pair's first, and the other dim of the pair."""
     if INTERLEAVED:
         first, partner = j % 2 == 0, j ^ 1
     else:
         first = j < PAIRS
         partner = tl.where(first, j + PAIRS, j - PAIRS)
-    x = tl.load(key + OFFSET + partner, mask=j < 2 * PAIRS, other=0.0).to(tl.float32)
-    tl.store(half + j, tl.where(first, -x, x).to(half.dtype.element_ty), mask=j < 2 * PAIRS)
+    return first, partner
+
+
+@triton.jit
+def nearer(k, by, angles, D_PAD: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A block of keys, float32 [BLOCK, D_PAD], each turned by its number of positions."""
+    if tl.max(by, 0) > 0:
+        d = tl.arange(0, D_PAD)[None, :]
+        j = d - OFFSET
+        turns = (j >= 0) & (j < 2 * PAIRS)
+        first, partner = _partner(j, PAIRS, INTERLEAVED)
+        half = tl.gather(k, tl.broadcast_to(tl.where(turns, partner + OFFSET, d), k.shape), 1)
+        pair = tl.where(turns, j // 2 if INTERLEAVED else tl.minimum(j, partner), PAIRS)
+        cos, sin = _cos_and_sin(by, angles, pair, PAIRS)
+        k = tl.where(turns, k * cos + tl.where(first, -half, half) * sin, k)
+    return k
 
 
 @triton.jit
@@ -107,7 +129,7 @@ def scores(
             half_first, half_second = _pairs(halves[:, None], by > 0, PAIRS, P_PAD, INTERLEAVED)
         else:
             half_first, half_second = -k_second.to(tl.float32), k_first
-        cos, sin = _cos_and_sin(by, angles, PAIRS, P_PAD)
+        cos, sin = _cos_and_sin(by, angles, tl.arange(0, P_PAD)[None, :], PAIRS)
         turned_first = k_first.to(tl.float32) * cos + half_first.to(tl.float32) * sin
         turned_second = k_second.to(tl.float32) * cos + half_second.to(tl.float32) * sin
         k_first, k_second = turned_first.to(DOT), turned_second.to(DOT)
@@ -121,21 +143,20 @@ def scores(
 
 
 @triton.jit
-def _cos_and_sin(by, angles, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
-    """Of the angles of turns by so many positions, [rows, P_PAD] each, float32."""
-    cos, sin = _angle(angles, by % NEAR, by > 0, PAIRS, P_PAD)
-    far_cos, far_sin = _angle(angles, by // NEAR % FAR + NEAR, by >= NEAR, PAIRS, P_PAD)
+def _cos_and_sin(by, angles, j, PAIRS: tl.constexpr):
+    """Of the angles by which pairs j, [1, n], turn in so many positions: [rows, n] each, float32."""
+    cos, sin = _angle(angles, by % NEAR, by > 0, j, PAIRS)
+    far_cos, far_sin = _angle(angles, by // NEAR % FAR + NEAR, by >= NEAR, j, PAIRS)
     cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
     if tl.max(by, 0) >= NEAR * FAR:
-        far_cos, far_sin = _angle(angles, by // (NEAR * FAR) + (NEAR + FAR), by >= NEAR * FAR, PAIRS, P_PAD)
+        far_cos, far_sin = _angle(angles, by // (NEAR * FAR) + (NEAR + FAR), by >= NEAR * FAR, j, PAIRS)
         cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
     return cos, sin
 
 
 @triton.jit
-def _angle(angles, row, wanted, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
-    """Cosines and sines from these rows of the table, [rows, P_PAD]; those of no turn at all where none is wanted."""
-    j = tl.arange(0, P_PAD)[None, :]
+def _angle(angles, row, wanted, j, PAIRS: tl.constexpr):
+    """Cosines and sines of pairs j from these rows of the table, [rows, n]; those of no turn at all where none is wanted."""
     at = angles + row[:, None] * (2 * PAIRS) + j
     wanted = wanted[:, None] & (j < PAIRS)
     return tl.load(at, mask=wanted, other=1.0), tl.load(at + PAIRS, mask=wanted, other=0.0)

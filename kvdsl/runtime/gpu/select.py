@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import layout, ops
+from kvdsl.runtime.gpu import layout, ops, packed
 
 UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades that no number has
 LEVELS, COUNTED = tl.constexpr(256), tl.constexpr(1024)  # of grades, and how many of those are counted at a time
@@ -47,12 +47,6 @@ def highest_dims(by, d, count, width, D: tl.constexpr, D_PAD: tl.constexpr, W_PA
 
 
 @triton.jit
-def over_dims(x, dims):
-    """A query's or a key's numbers over the sketch's dims, [W_PAD]; 0 where there is none."""
-    return tl.load(x + dims, mask=dims >= 0, other=0.0)
-
-
-@triton.jit
 def gather_keys(
     keys,
     sketch_keys,
@@ -63,9 +57,11 @@ def gather_keys(
     j,
     width,
     D: tl.constexpr,
+    D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     table,  # [blocks of a row] int64, if SIZE
     SIZE: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """Write the keys of the slots from `first` to `end` over the sketch's dims beside them, where the sketch is new."""
     for start in range(first, end, BLOCK):
@@ -73,7 +69,7 @@ def gather_keys(
         held = tl.load(position + i, mask=i < end, other=-1) >= 0
         there = held[:, None] & (dims >= 0)[None, :]
         rows = layout.rows(i.to(tl.int64), held, table, SIZE)
-        k = tl.load(keys + rows[:, None] * D + dims[None, :], mask=there, other=0.0)
+        k = packed.over(keys, rows, held, dims, D, D_PAD, KV)
         tl.store(sketch_keys + i.to(tl.int64)[:, None] * width + j[None, :], k, mask=there)
     tl.debug_barrier()  # before other threads of the program read them
 
@@ -89,11 +85,23 @@ def sketched_keys(sketch_keys, at, filled, held, dims, j, width):
 
 
 @triton.jit
-def place_in_sketch(sketch, sketch_keys, new_key, pair, slot, slots, width, W_PAD: tl.constexpr):
+def place_in_sketch(
+    sketch,
+    sketch_keys,
+    new_key,
+    pair,
+    slot,
+    slots,
+    width,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    W_PAD: tl.constexpr,
+    KV: tl.constexpr,
+):
     """Append the new token's key to the compact ones. `new_key`: its head's."""
     j = tl.arange(0, W_PAD)
     dims = tl.load(sketch + pair * width + j, mask=j < width, other=-1)
-    tl.store(sketch_keys + (pair * slots + slot) * width + j, over_dims(new_key, dims), mask=dims >= 0)
+    tl.store(sketch_keys + (pair * slots + slot) * width + j, packed.over_new(new_key, dims, D, D_PAD, KV), mask=dims >= 0)
 
 
 # -- looking at slots --------------------------------------------------------------------------------------------------
@@ -142,10 +150,12 @@ def look_at_pages(
     BLOCK: tl.constexpr,
     table,  # [blocks of a row] int64, if SIZE
     SIZE: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """Grade one split's pages, from `first` on, by what a key in them can score at most. The token at position p is in slot p."""
     d = tl.arange(0, D_PAD)
-    new = tl.load(new_key + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    new = packed.rounded(tl.load(new_key + d, mask=d < D, other=0.0), D, D_PAD, KV)
+    new = packed.plain_vector(new, D, D_PAD, KV).to(tl.float32)[None, :]
     for start in range(first, end, BLOCK):
         page = start + tl.arange(0, BLOCK)
         mine = page < end
@@ -153,14 +163,14 @@ def look_at_pages(
         low_at = page_bounds + page.to(tl.int64)[:, None] * 2 * D + d[None, :]
         there = (mine & (begins < now))[:, None] & (d < D)[None, :]
         if anew:
-            low, high = _bounds(keys, begins, mine, size, 0, now, table, SIZE, D, D_PAD, BLOCK)
+            low, high = _bounds(keys, begins, mine, size, 0, now, table, SIZE, D, D_PAD, BLOCK, KV)
             tl.store(low_at, low.to(page_bounds.dtype.element_ty), mask=there)
             tl.store(low_at + D, high.to(page_bounds.dtype.element_ty), mask=there)
         else:
             low = tl.load(low_at, mask=there, other=float("inf")).to(tl.float32)
             high = tl.load(low_at + D, mask=there, other=float("-inf")).to(tl.float32)
         if (start * size < oldest) & ((start + BLOCK) * size > oldest):  # a page has left the window in part
-            rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, table, SIZE, D, D_PAD, BLOCK)
+            rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, table, SIZE, D, D_PAD, BLOCK, KV)
             cut = (begins < oldest)[:, None]
             low, high = tl.where(cut, rest_low, low), tl.where(cut, rest_high, high)
         newest = (page == now // size)[:, None]
@@ -183,6 +193,7 @@ def _bounds(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """The smallest and the largest of the keys of pages, from position `oldest` on; dim by dim, [BLOCK, D_PAD] each."""
     d = tl.arange(0, D_PAD)
@@ -192,8 +203,7 @@ def _bounds(
         slot = begins + t
         counts = mine & (slot >= oldest) & (slot < now)
         there = counts[:, None] & (d < D)[None, :]
-        rows = layout.rows(slot, counts, table, SIZE)
-        k = tl.load(keys + rows[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+        k = layout.vectors(keys, 0, slot, counts, table, SIZE, D, D_PAD, KV)
         low, high = tl.where(there, ops.minimum(low, k), low), tl.where(there, ops.maximum(high, k), high)
     return low, high
 
@@ -230,6 +240,7 @@ def look_at_means(
     BLOCK: tl.constexpr,
     table,  # [blocks of a row] int64, if SIZE
     SIZE: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """Grade one split's pages, from `first` on, by the product with the mean of the keys in them, which is the mean of the products. The
     token at position p is in slot p.
@@ -240,14 +251,10 @@ def look_at_means(
     for start in range(first * size, stop, BLOCK):
         i = start + tl.arange(0, BLOCK)
         held = i < stop
-        k = tl.load(
-            keys + layout.rows(i, held, table, SIZE)[:, None] * D + j[None, :],
-            mask=held[:, None] & (j[None, :] < D),
-            other=0.0,
-        )
+        k = packed.plain(packed.load(keys, layout.rows(i, held, table, SIZE), held, D, W_PAD, KV), D, W_PAD, KV)
         tl.store(products + i, product(q, k, g, G, HOW, DOT).to(tl.int32, bitcast=True), mask=held)
     if (first <= now // size) & (now // size < end):
-        new = tl.load(new_key + j, mask=j < D, other=0.0).to(tl.float32)
+        new = packed.over_new(new_key, tl.where(j < D, j, -1), D, W_PAD, KV).to(tl.float32)
         found = ops.over_group(tl.sum(q.to(tl.float32) * new[None, :], 1)[:, None], g, G, HOW)
         tl.store(products + now + tl.arange(0, 1), found.to(tl.int32, bitcast=True))
     tl.debug_barrier()

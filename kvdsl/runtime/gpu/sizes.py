@@ -130,8 +130,13 @@ class Sizes:
         """Slots or pages of so many numbers each that `look` takes at once."""
         return max(16, min(256, _LOOKED_AT // _matrix(dims)))
 
-    def attend(self, rope: Rope | None = None) -> dict[str, Any]:
-        """Constants of `attend` that follow from the sizes, and from how keys are to be turned where they are."""
+    def attend(self, rope: Rope | None = None, *, packed: bool = False) -> dict[str, Any]:
+        """Constants of `attend` that depend on the sizes.
+
+        Args:
+            rope: the rotation of keys, if the kernel rotates them. packed: whether it converts them from another `kv_dtype`. Either
+                takes registers.
+        """
         return self._pairs(rope) | {
             "G": self.group,
             "G_PAD": _matrix(self.group),
@@ -139,7 +144,7 @@ class Sizes:
             "D_PAD": _matrix(self.key_dim),
             "E": self.value_dim,
             "E_PAD": _matrix(self.value_dim),
-            "BLOCK": self.attend_block if rope is None else max(16, self.attend_block // 2),
+            "BLOCK": max(16, self.attend_block // 2) if packed or rope is not None else self.attend_block,
         }
 
     def reads_ahead(self, rope: Rope | None) -> bool:
@@ -192,14 +197,15 @@ class Sizes:
         each = -(-blocks // max(1, min(blocks, processors * SETTLERS_PER_PROCESSOR // pairs)))
         return -(-blocks // each), each * self.settle_block
 
-    def look(self, dims: int, *, in_blocks: bool = False) -> dict[str, Any]:
-        """Constants of `look` that follow from the sizes.
+    def look(self, dims: int, *, in_blocks: bool = False, packed: bool = False) -> dict[str, Any]:
+        """Constants of `look` that depend on the sizes.
 
         Args:
             dims: numbers of a key that are looked at.
-            in_blocks: whether keys lie in blocks, so that addresses take registers.
+            in_blocks: whether keys lie in blocks, so that addresses take registers. packed: whether their `kv_dtype` is not the model's,
+                so that a sketch reads whole keys.
         """
-        slots = self.look_block(dims)
+        slots = self.look_block(self.key_dim if packed else dims)
         return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": max(16, slots // 2) if in_blocks else slots}
 
     def choose(self, splits: int, pieces: int, *, pages: bool) -> dict[str, Any]:

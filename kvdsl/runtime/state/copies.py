@@ -23,19 +23,19 @@ def keep(state: SlotState, tile: int) -> None:
     """
     if not state.selects or "copied" not in state.declared:
         return
-    keys, (batch, heads, slots) = state.layout.key_pool, state.position.shape
+    batch, heads, slots = state.position.shape
     if state.spec.sketches:
-        _have(state, "sketch_keys", keys, (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
+        _have(state, "sketch_keys", (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
     if state.spec.bounds_pages and state.paged != slots:  # reading the page size waits for the device
         pages = int(slots // float(state.settings.named(state.numbers)["page"].min())) + 1
-        _have(state, "page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
+        _have(state, "page_bounds", (batch, heads, pages, 2, state.dims[0]))
         state.paged = slots
 
 
-def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+def _have(state: SlotState, name: str, shape: tuple[int, ...]) -> None:
     """Allocate a tensor of this name and shape, uninitialized, unless it exists."""
     if getattr(state, name).shape != shape:
-        setattr(state, name, like.new_empty(shape))
+        setattr(state, name, state.layout.key_pool.new_empty(shape, dtype=state.dtype))
         state.copied.zero_()
         if not state.room.grows:
             stays_where_it_is(getattr(state, name))

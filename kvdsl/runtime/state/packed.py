@@ -82,8 +82,8 @@ def _scaled(x: Tensor, size: Tensor, largest: float, sign: Tensor | float = 1.0)
 
 
 def _bytes_of(scale: Tensor) -> Tensor:
-    """Return scales, float32 [..., 1], as bytes, uint8 [..., 2]."""
-    return scale.bfloat16().view(torch.uint8)
+    """Return scales, float32 [..., 1], as bytes, uint8 [..., 2]: the upper half of each. `Tensor.bfloat16` has several NaNs."""
+    return scale.view(torch.uint8)[..., 2:]
 
 
 def _scale_of(pairs: Tensor) -> Tensor:

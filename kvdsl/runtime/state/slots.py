@@ -330,7 +330,8 @@ class SlotState(Linked):
             old, shape = getattr(self, name), (batch, heads, *EMPTY[name])
             if old.shape == shape or (name == "half_keys" and not halves) or (name in MARKED and old.numel()):
                 continue
-            setattr(self, name, (self.position if name == "length" else self.layout.key_pool).new_empty(shape))
+            dtype = self.position.dtype if name == "length" else self.dtype
+            setattr(self, name, self.position.new_empty(shape, dtype=dtype))
         if "copied" in self._own:
             self.copied = holding(self.copied, self.position.new_zeros(batch))
 

@@ -13,6 +13,7 @@
 
 #include "arena.hpp"
 #include "attend.hpp"
+#include "packed.hpp"
 #include "pages.hpp"
 #include "simd.hpp"
 #include "sketch.hpp"
@@ -194,20 +195,30 @@ struct ChoiceWork {
 // The selection of one KV head. Between begin() and choose(), every chunk is renewed if due, and ranked.
 class Choice {
  public:
+  // How keys are stored that are not in the model's dtype, and room for a block of them as floats in every chunk.
+  struct Packed {
+    const Stored* stored;
+    Layout rows;
+    float* plain;
+    int64_t stride;
+  };
+
   Choice(const DecodeArgs& args, const Steps& steps, const ChoiceWork& work, const float* ones, int number)
       : args_(args), how_(steps.selecting), group_(steps.group), dtype_(*steps.dtype), work_(work), ones_(ones), number_(number) {
     if (args.sketch) sketch_ = args.sketch + int64_t{number} * args.sketch_width;
   }
 
-  // Begins after a token was placed. `pairs` is `query` in pairs. `renew`: rebuild what is derived from the keys.
-  void begin(const Query& query, const float* pairs, int slot, bool renew) {
+  // Begins after a token was placed. `pairs` is `query` in pairs. `renew`: rebuild what is derived from the keys. `packed.stored` is
+  // null if keys are in the model's dtype.
+  void begin(const Query& query, const float* pairs, int slot, bool renew, const Packed& packed) {
     query_ = query;
+    packed_ = packed;
     pairs_ = pairs;
     renewing_ = renew;
     page_ = how_.page(query);
     if (sketch_) refresh();
-    if (has_tiles() && !renewing_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
-    if (has_bounds() && !renewing_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
+    if (has_tiles() && !renewing_) dtype_.tiles.put(key(slot, 0), sketch_, query_.dims, slot % block, tile(slot));
+    if (has_bounds() && !renewing_) dtype_.bounds.add(key(slot, 0), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
     int least = INT_MAX;
     for (int c = 0; c < work_.choices; ++c) {
       const int tokens = how_.tokens(several() ? alone(query, c) : query), units = page_ > 0 ? tokens / page_ : tokens;
@@ -257,14 +268,17 @@ class Choice {
   void renew(int chunk) {
     if (has_tiles()) {
       const int end = end_of(chunk);
-      for (int from = chunk * work_.chunk; from < end; from += block) {
+      for (int slot = chunk * work_.chunk; packed_.stored && slot < end; ++slot) {
+        dtype_.tiles.put(key(slot, chunk), sketch_, query_.dims, slot % block, tile(slot));
+      }
+      for (int from = chunk * work_.chunk; !packed_.stored && from < end; from += block) {
         query_.keys.runs(from, end - from < block ? end : from + block, [&](int first, int last, const char* row) {
           dtype_.tiles.fill(row, args_.key_dim, first - from, last - from, sketch_, query_.dims, tile(from));
         });
       }
     }
     if (has_bounds()) {
-      for (int page = first_page(chunk); page < first_page(chunk + 1); ++page) bound(page, 0, bounds(page));
+      for (int page = first_page(chunk); page < first_page(chunk + 1); ++page) bound(page, 0, bounds(page), chunk);
     }
   }
 
@@ -367,7 +381,13 @@ class Choice {
     }
   }
 
-  const char* key(int slot) const { return query_.keys.row(slot); }
+  // The key of a slot. One that is packed goes to place r of the chunk's block.
+  const char* key(int slot, int chunk, int r = 0) const {
+    if (!packed_.stored) return query_.keys.row(slot);
+    float* const to = packed_.plain + (int64_t{chunk} * block + r) * packed_.stride;
+    packed_.stored->unpack(packed_.rows.row(slot), args_.key_dim, to);
+    return reinterpret_cast<const char*>(to);
+  }
 
   char* tile(int slot) const {
     const int64_t tile_of_all = number_ * ((int64_t{args_.slots} + block - 1) / block) + slot / block;
@@ -423,7 +443,7 @@ class Choice {
         dtype_.tiles.dot(tile(from), work_.query, work_.query_stride, heads, query_.dims, scores);
       } else {
         const void* rows[block];
-        for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
+        for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from, chunk, r);
         Next next;
         find_next(query_.keys, from, args_.slots, 0, next);
         dtype_.dot(work_.query, work_.query_stride, heads, rows, &next, args_.key_dim, scores, block);
@@ -439,7 +459,7 @@ class Choice {
     for (int from = first_page(chunk); from < end; from += block) {
       const int n = end - from < block ? end - from : block;
       for (int i = 0; i < n; ++i) {
-        dtype_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
+        dtype_.bounds.score(seen_bounds(from + i, chunk), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
       }
       reduce(scores, args_.group);
       for (int c = 0; c < work_.choices; ++c) {
@@ -471,15 +491,17 @@ class Choice {
   int first_seen(int page) const { return page * page_ > query_.oldest ? page * page_ : query_.oldest; }
   int last_seen(int page) const { return query_.newest - page * page_ < page_ ? query_.newest : page * page_ + page_ - 1; }
 
-  void bound(int page, int oldest, char* to) const {
+  void bound(int page, int oldest, char* to, int chunk) const {
     const int first = page * page_ > oldest ? page * page_ : oldest;
-    for (int slot = first; slot <= last_seen(page); ++slot) dtype_.bounds.add(key(slot), args_.key_dim, slot == first, to);
+    for (int slot = first; slot <= last_seen(page); ++slot) {
+      dtype_.bounds.add(key(slot, chunk), args_.key_dim, slot == first, to);
+    }
   }
 
   // If the window covers a page in part, its bounds are computed from the visible tokens.
-  const char* seen_bounds(int page) const {
+  const char* seen_bounds(int page, int chunk) const {
     if (first_seen(page) == page * page_ || first_seen(page) > last_seen(page)) return bounds(page);
-    bound(page, query_.oldest, work_.edge);
+    bound(page, query_.oldest, work_.edge, chunk);
     return work_.edge;
   }
 
@@ -531,6 +553,7 @@ class Choice {
   int number_;
   int32_t* sketch_ = nullptr;
   Query query_{};
+  Packed packed_{};
   const float* pairs_ = nullptr;
   bool renewing_ = false, choosing_ = false;
   int page_ = 0, count_ = 0;

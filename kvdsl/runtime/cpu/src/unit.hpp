@@ -63,7 +63,7 @@ class Unit {
       turn_by_hadamard(work_.query + g * work_.query_stride, args_.key_dim);
     }
     in_order_ = stored_ && stored_->turned && !queries_are_finite();
-    for (int g = 0; (args_.near || in_order_) && g < args_.group; ++g) {
+    for (int g = 0; (args_.near || stored_) && g < args_.group; ++g) {
       float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     end_ = end_of_held(position_, args_.slots);
@@ -347,7 +347,8 @@ class Unit {
 
   void begin_choice(int slot) {
     const Query query = query_of();
-    choice_.begin(query, work_.query, slot, !copied_);
+    choice_.begin(query, stored_ ? work_.ordered : work_.query, slot, !copied_,
+                  {stored_, keys_, work_.turned_keys, work_.query_stride});
     copied_ = true;
     choosing_ = choice_.choosing();
     if (!choosing_) return;
@@ -394,8 +395,8 @@ class Unit {
       const int32_t* const visible = own_ + g * choice_.padded() + from;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = visible[i] ? rows.row[i] : work_.zeros;
-      steps_.dtype->add(work_.weights + g * work_.slot_stride + from, work_.slot_stride, 1, row, nullptr, args_.value_dim,
-                        sums + g * work_.out_stride, work_.out_stride);
+      (stored_ ? stored_->add : steps_.dtype->add)(work_.weights + g * work_.slot_stride + from, work_.slot_stride, 1, row, nullptr,
+                                                   args_.value_dim, sums + g * work_.out_stride, work_.out_stride);
     }
   }
 

@@ -34,7 +34,7 @@ struct Steps {
   bool needs_attn;
   bool needs_logit;
   bool hard_cap;
-  bool reads_rows;  // whether observe or settle reads cached keys or values
+  bool reads_rows;  // whether observe, settle or the choice reads cached keys or values
   void (*place)(const Slot&);
   void (*observe)(const Query&);
   void (*settle)(Head&);
@@ -113,7 +113,7 @@ constexpr Steps steps = {dtype<T>,
                          Policy::needs_attn,
                          Policy::needs_logit,
                          Policy::hard_cap,
-                         !observes_without_rows<Policy> || Policy::settle_reads_keys,
+                         !observes_without_rows<Policy> || Policy::settle_reads_keys || Policy::choice_reads_rows,
                          places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
                          settle_slots<T, Policy>,

@@ -58,6 +58,7 @@ struct Policy {
 
   // For policies that select; see select.hpp.
   static constexpr By by = By::all;
+  static constexpr bool choice_reads_rows = false;  // whether a function below reads cached keys or values
   static int tokens(const Slots&) { return INT_MAX; }       // how many slots to attend to; or a template over QueryOf's dtype
   static int page(const Slots&) { return 0; }               // tokens per page, 0 without pages
   static int page_after(const Slots&) { return 0; }         // tokens before the first page
