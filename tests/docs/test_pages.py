@@ -112,7 +112,7 @@ def test_commands_that_are_not_run_are_well_formed(document: str, tmp_path: Path
         lines = block.text.replace("\\\n", " ").splitlines() if block.language == "shell" else []
         for line in lines:
             if line.startswith("kvdsl "):
-                for text in re.findall(r"\S+\.(?:txt|jsonl)\b", line):
+                for text in re.findall(r"\S+\.(?:txt|jsonl?)\b", line):
                     Path(text).touch()  # the reader's own
                 for folder in re.findall(r"--data (?!\S+\.jsonl)(\S+)", line):
                     Path(folder).mkdir(parents=True, exist_ok=True)

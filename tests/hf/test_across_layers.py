@@ -133,7 +133,7 @@ def test_only_managed_layers_share() -> None:
 @pytest.mark.parametrize("how", [SHARES, POOL])
 def test_a_layer_by_itself_is_refused(how: str) -> None:
     spec = type(made(how)).spec
-    with pytest.raises(KvdslError, match="share a budget, but here each is asked alone"):
+    with pytest.raises(KvdslError, match="share a budget, but here each decides alone"):
         prompts.refuse(spec)
     key = torch.zeros(1, 2, 20, 8)
     call = AttentionCall(key, key, key, None, 0.5)

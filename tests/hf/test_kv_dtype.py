@@ -131,7 +131,7 @@ def test_a_compiled_step_is_an_eager_one(kv_dtype: str, backend: str) -> None:
 
 def test_what_is_refused_at_once() -> None:
     model = zoo.model("llama")
-    with pytest.raises(KvdslError, match="`kv_dtype` is 'int2'; give `model`, `int8`, `int4` or `fp8`"):
+    with pytest.raises(KvdslError, match="`kv_dtype` is 'int2'; use `model`, `int8`, `int4` or `fp8`"):
         kvdsl.load("roco")(model, kv_dtype="int2")
     with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm", rope="cached", kv_dtype="int8")

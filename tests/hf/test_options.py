@@ -70,7 +70,7 @@ def test_a_command_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
     plain, told = (run(capsys, *words, *more).json() for more in ((), ("--storage", "blocks:8", "--rope", "cached")))
     assert plain["text"] == told["text"] and plain["cache_bytes"] < told["cache_bytes"]
     for more, message in (
-        (("--storage", "blocks:0"), "give `in_place`, `blocks`, or `blocks:16`"),
+        (("--storage", "blocks:0"), "use `in_place`, `blocks`, or `blocks:16`"),
         (("--rope", "kept"), "'fused', 'cached'"),
         (("--policy", "h2o", "--rope", "cached"), "leave out `rope`"),
     ):

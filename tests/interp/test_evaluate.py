@@ -171,7 +171,7 @@ def test_a_float_up_to_one_is_a_rate(given: float, prompt: int, expected: float)
 
 @pytest.mark.parametrize("given", [1.75, 64.9, 0, -1, -0.5, INF, float("nan")])
 def test_what_is_no_budget(given: float) -> None:
-    with pytest.raises(ValueError, match=r"give a number of tokens \(512\), or a ratio of the prompt above 0 and up to 1.0"):
+    with pytest.raises(ValueError, match=r"use a number of tokens \(512\), or a ratio of the prompt above 0 and up to 1.0"):
         resolve(_with_params(), {"budget": given}, 100)
 
 

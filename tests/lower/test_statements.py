@@ -184,8 +184,8 @@ def test_params_are_not_taken_for_numbers() -> None:
     ("statement", "flags"),
     [
         ("when decode", {"when": '"decode"'}),
-        ("victims shared by heads", {"victims": '"heads"'}),
-        ("victims shared by layers", {"victims": '"layers"'}),
+        ("victims shared by heads", {"victims": '"heads"', "torch_evicts": "True"}),
+        ("victims shared by layers", {"victims": '"layers"', "torch_evicts": "True"}),
         ("cap hard", {"hard_cap": "True"}),
         ("positions compact", {"compact": "True"}),
         ("select top 4 by dot(q, k)", {"selects": "True"}),
@@ -211,9 +211,9 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
         ("victims shared by layers", "`victims shared by layers`"),
     ],
 )
-def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
+def test_what_cpp_leaves_to_torch(statement: str, refusal: str) -> None:
     plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
-    assert (plan.cpp, plan.refusals["cpu"]) == (None, refusal)
+    assert plan.cpp is not None and plan.cpp.settle is None and plan.cpp.beyond == refusal
 
 
 BOUND = "sum(max(q * min(k over page), q * max(k over page)) over dims)"

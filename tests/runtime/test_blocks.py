@@ -293,5 +293,5 @@ def test_edition_1_states_the_default(tmp_path: Path) -> None:
     "storage", ["", "paged", "in_place:1", "blocks:", "blocks:0", "blocks:-1", "blocks:1.5", "blocks: 4", 16]
 )
 def test_what_storage_does_not_say(storage: Any) -> None:
-    with pytest.raises(KvdslError, match=r"`storage` is .*; give `in_place`, `blocks`, or `blocks:16`"):
+    with pytest.raises(KvdslError, match=r"`storage` is .*; use `in_place`, `blocks`, or `blocks:16`"):
         kvdsl.load("h2o", storage=storage)

@@ -110,7 +110,7 @@ def test_several_prompts_keep_what_was_rounded_once(folder: Path) -> None:
 
 def test_what_is_refused(folder: Path) -> None:
     spec = policy(folder, "roco").spec
-    with pytest.raises(KvdslError, match=r"`kv_dtype` is 'int3'; give `model`, `int8`, `int4` or `fp8`"):
+    with pytest.raises(KvdslError, match=r"`kv_dtype` is 'int3'; use `model`, `int8`, `int4` or `fp8`"):
         spec.laid_out(kv_dtype="int3")
     with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm").spec.laid_out(rope="cached", kv_dtype="int8")

@@ -142,5 +142,5 @@ def test_what_is_never_turned_has_no_halves() -> None:
     with pytest.raises(KvdslError, match=r"H2O uses positions in the text.*leave out `rope`"):
         kvdsl.load("h2o", rope="cached")
     assert kvdsl.load("h2o", rope="fused") is kvdsl.load("h2o")
-    with pytest.raises(KvdslError, match="`rope` is 'kept'; give `fused` or `cached`"):
+    with pytest.raises(KvdslError, match="`rope` is 'kept'; use `fused` or `cached`"):
         kvdsl.load("equip_h2o", rope="kept")

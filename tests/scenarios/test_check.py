@@ -145,7 +145,7 @@ def test_query_heads() -> None:
             "KV0607",
             "the test expects nothing",
             '"it works"',
-            "write what holds after the last token: `expect kept 0, 2`",
+            "a test checks something after its last token, such as `expect kept 0, 2`",
         ),
         (
             ("use H2O", "set recent = 5; set budget = 4", 'expect error "5 tokens"', "attend 1", LIVE),

@@ -105,10 +105,11 @@ def test_it_is_explained() -> None:
     """In words: what happens to what is protected beyond the budget."""
     beyond = check(body(BUDGET, SCORE, "keep where position < prompt")).policy
     said = rows(facts(beyond))["protects"]
-    assert any("its lowest-scored tokens leave" in line for line in said)
+    assert any("its lowest-scored tokens are evicted" in line for line in said)
     mixed = policy(BUDGET, SCORE, "keep first 4", "keep where mean(attn) > 0.1").model_copy(update={"ends_last": True})
     assert any(
-        "the lowest-scored tokens of `keep top` and `keep where` leave" in line for line in rows(facts(mixed))["protects"]
+        "the lowest-scored tokens of `keep top` and `keep where` are evicted" in line
+        for line in rows(facts(mixed))["protects"]
     )
     ends = rows(facts(policy(BUDGET, SCORE, "keep first 4")))["protects"]
-    assert not any("leave" in line for line in ends)
+    assert not any("evicted" in line for line in ends)
