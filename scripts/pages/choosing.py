@@ -105,11 +105,26 @@ def longer_table() -> str:
     return _beside(LONGER)
 
 
+ANSWERS = (
+    _Measured("right answers", "answers", "gsm8k: accuracy", 64),
+    _Measured("tokens of an answer", "answers", "gsm8k: answer_tokens", 64, digits=0),
+    _Measured("cut off at 320 tokens", "answers", "gsm8k: cut_off", 64),
+    _Measured("cache, MiB", "answers", "gsm8k: accuracy", 64, "bytes"),
+)
+
+
+def answers_table() -> str:
+    """Scores by the problems that a model solves when they choose which tokens of its answer stay."""
+    return _beside(ANSWERS)
+
+
 def _beside(shown: Sequence[_Measured], first: int = 0) -> str:
     """Columns side by side, the policies in the order of one of them, and then who is in others alone."""
     columns = [one.cells() for one in shown]
     policies = dict.fromkeys(policy for cells in (columns[first], *columns) for policy in cells)
-    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
+    lines = (
+        (f"`{Path(policy.rpartition(':')[2]).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies
+    )
     return table(("policy", *(one.head for one in shown)), lines)
 
 
@@ -148,7 +163,7 @@ def bits_table() -> str:
     return table(("policy", *heads), lines)
 
 
-CHOOSING: dict[str, Callable[[], str]] = {"bits": bits_table}
+CHOOSING: dict[str, Callable[[], str]] = {"answers": answers_table, "bits": bits_table}
 QUALITY_RECORD: dict[str, Callable[[], str]] = {
     "quality": quality_table,
     "everybody": everybody_table,
