@@ -14,9 +14,9 @@ Legend:
     One program per KV head and row combines the splits of `attend`.
     PIECES others share the head's slots.
     The one with the first free slot stores the new token, each updates statistics for its slots, and the last one to finish evicts.
-    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: dims of a key, of a value. S: splits of `attend`.
     R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows.
-    now: the new token's position in the text. pos: the positions of slots i, negative for a free slot.
+    now: position of the new token in the text. pos: positions of the tokens in slots i, negative for a free slot.
     SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's.
     rank: the position that attention uses for a token's rotation; see `kvdsl.runtime.gpu.rotate`.
     sum_attn: sum of attn
@@ -27,54 +27,54 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import evicting, layout, observing, ops, packed, rotate
 
-SCORES = 1  # rows of `work`
+SCORES = 1  # rows of `work` per KV head
 SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
-    out,  # [B, H * G, E]: gets the attention's output
-    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
-    top,  # [B, H, S, G] float32
-    total,  # [B, H, S, G] float32
-    sinks,  # [H * G]: logits that join the softmax, if SINKS
-    first_free,  # [B, H, S] int32: the split's first free slot
-    held,  # [B, H, S] int32: how many tokens it holds
-    logits,  # [B, H, G, N] float32: scores before softmax
-    new_logits,  # [B, H, G] float32: the new token's
+    which,  # [B] int32: with SOME, each row's index in the cache
+    out,  # [B, H * G, E], output: attention output
+    part,  # [B, H, S, G, E] float32: partial outputs of the splits of `attend`
+    top,  # [B, H, S, G] float32: maximum logit of each split
+    total,  # [B, H, S, G] float32: softmax denominator of each split
+    sinks,  # [H * G]: with SINKS, sink logits that join the softmax
+    first_free,  # [B, H, S] int32: first free slot of the split
+    held,  # [B, H, S] int32: tokens in the split
+    logits,  # [B, H, G, N] float32: attention logits before softmax
+    new_logits,  # [B, H, G] float32: logits of the new token
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    keys,  # [R, H, N, D]; with SIZE > 0 [H, blocks, SIZE, D]
     values,  # [R, H, N, E], in the same layout
-    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
-    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
+    first_rows,  # [R, H] int64: index of the KV head's first row in `keys` and `values`
+    table,  # [R, blocks of a row] int64: with SIZE > 0, index in the pool of each block of slots
     position,  # [R, H, N] int32
-    rank,  # [R, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
-    length,  # [R, H] int32: gets how many tokens the head holds
-    gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
-    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
-    columns,  # [1, R, H, N] float32: the state columns
+    rank,  # [R, H, N] int32: number of earlier live tokens, -1 for a free slot
+    length,  # [R, H] int32, output: tokens of the KV head
+    gaps,  # [B, H, N] int32, output: number of slots freed up to each rank
+    half_keys,  # [R, H, N, 2 * PAIRS]: with HALVES, rotated halves of the keys
+    columns,  # [1, R, H, N] float32: state columns
     cache_rows,  # R
-    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
-    arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
-    lowest_found,  # [B, H, PIECES] int64: gets the key of each program's first victim
-    victims,  # [B, H, PIECES] int32: gets its slot
-    at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
-    newest,  # [B] int32: the new token's position
-    seen,  # [R] int32: gets the next token's
+    work,  # [B, H, SCORES, N] float32, output: slot scores
+    kept,  # [B, H, N] int8, output: protection class per slot
+    arrived,  # [B, H] int32: number of the KV head's programs that have finished; 0 before and after the launch
+    lowest_found,  # [B, H, PIECES] int64, output: sort key of each program's first victim
+    victims,  # [B, H, PIECES] int32, output: slot of that victim
+    at_ends,  # [B, H, PIECES] int32, output: number of the program's tokens protected as first or last ones
+    newest,  # [B] int32: position of the new token
+    seen,  # [R] int32, output: position of the next token
     real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 3] float64
     slots,
     splits,
-    per_piece,  # slots of a program
-    window,  # queries see this many tokens; 2**30: all
-    SOME: tl.constexpr,  # whether the step is of some rows of the cache
-    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    per_piece,  # slots per program
+    window,  # tokens that a query sees; 2**30: all
+    SOME: tl.constexpr,  # whether the step covers only some rows of the cache
+    SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
     KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
-    G_PAD: tl.constexpr,  # sizes as powers of two
+    G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     E: tl.constexpr,
@@ -82,18 +82,18 @@ def settle(
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on
+    PAIRS: tl.constexpr,  # rotated pairs of dims, the first at OFFSET
     P_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Combine, place, observe, settle; the grid is (PIECES + 1, H, B)."""
+    """Combine splits, place the token, update statistics, rank slots; the grid is (PIECES + 1, H, B)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    if piece == pieces:  # what the new token attended to
+    if piece == pieces:  # combines the splits
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
@@ -123,7 +123,7 @@ def settle(
     begin = piece * per_piece
     end = tl.minimum(begin + per_piece, slots)
 
-    # Its place.
+    # The program with the first free slot stores the new token.
     if (slot >= begin) & (slot < end):
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
@@ -141,7 +141,7 @@ def settle(
         tl.store(sum_attn_at + slot, 0.0)
     tl.debug_barrier()
 
-    # What its query says of the slots that it saw.
+    # Update the statistics of the slots that the query sees.
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -152,7 +152,7 @@ def settle(
         tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
     tl.debug_barrier()
 
-    # Choose the victims.
+    # Rank the slots; the last program to finish evicts.
     if leaving == 0:
         return
     first, last = evicting.ends(now, live, 0, ops.count(number_recent))
@@ -179,20 +179,20 @@ def settle(
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def observe(
     query,  # [B, H * G, T, D]
-    keys,  # [B, H, N, D], those of the T new tokens last
-    position,  # [B, H, N] int32, below 0: free
-    lse,  # [B, H, G, T] float32: of every query's logits
-    columns,  # [1, B, H, N] float32: the state columns
-    first_new,  # [B] int32: the position of the row's first new token
-    first_asked,  # [B] int32: of the first query that counts
-    behind,  # [B] int32: behind the last one's
-    order,  # [B, T] int32: where the row's new tokens stand among the queries, if PADDED
+    keys,  # [B, H, N, D]: those of the T new tokens come last
+    position,  # [B, H, N] int32: negative for a free slot
+    lse,  # [B, H, G, T] float32: log-sum-exp of each query's logits
+    columns,  # [1, B, H, N] float32: state columns
+    first_new,  # [B] int32: position of the row's first new token
+    first_asked,  # [B] int32: position of the first query that counts
+    behind,  # [B] int32: one past the position of the last query
+    order,  # [B, T] int32: with PADDED, index of each new token among the queries
     tokens,
     slots,
     scaling,
-    softcap,  # not read unless CAPPED
-    window,  # queries see this many tokens; 2**30: all
-    query_row,  # strides
+    softcap,  # read only with CAPPED
+    window,  # tokens that a query sees; 2**30: all
+    query_row,  # strides, in elements
     query_head,
     query_token,
     key_row,
@@ -200,14 +200,14 @@ def observe(
     key_slot,
     G: tl.constexpr,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,  # the size as a power of two
+    D_PAD: tl.constexpr,  # D rounded up to a power of two
     SLOTS: tl.constexpr,
     QUERIES: tl.constexpr,
     PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
-    DOT: tl.constexpr,  # what matrices are multiplied in
+    DOT: tl.constexpr,  # dtype of matrix products
 ):
-    """Fold what the queries of a prompt give the slots into the columns; the grid is (H, B, blocks of SLOTS)."""
+    """Fold the queries of a prompt into the columns; the grid is (H, B, blocks of SLOTS)."""
     head, row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)
@@ -229,7 +229,7 @@ def observe(
     d = tl.arange(0, D_PAD)[None, :]
     k = tl.load(keys + i.to(tl.int64) * key_slot + d, mask=inside & (d < D), other=0.0).to(DOT)
     sum_attn = tl.zeros([SLOTS, 1], tl.float32)
-    # From the last query back: so all programs read the same queries at the same time.
+    # Iterate from the last query backwards, so that all programs read the same queries at the same time.
     low, high = tl.min(since), tl.max(until)
     for back in range(0, high - low + 1, QUERIES):
         now = high - back - tl.arange(0, QUERIES)
@@ -244,15 +244,15 @@ def observe(
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle_prompt(
     position,  # [B, H, N] int32
-    columns,  # [1, B, H, N] float32: the state columns
+    columns,  # [1, B, H, N] float32: state columns
     cache_rows,  # B
-    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
-    newest,  # [B] int32: the position of the row's last token
-    real,  # [B] bool: whether the row has had tokens
+    work,  # [B, H, SCORES, N] float32, output: slot scores
+    kept,  # [B, H, N] int8, output: protection class per slot
+    newest,  # [B] int32: position of the row's last token
+    real,  # [B] bool: whether the row has tokens
     numbers,  # [B, 3] float64
     slots,
-    window,  # queries see this many tokens; 2**30: all
+    window,  # tokens that a query sees; 2**30: all
     BLOCK: tl.constexpr,
 ):
     """Evict after a prompt; the grid is (H, B)."""
@@ -261,7 +261,7 @@ def settle_prompt(
     pair = (row * heads + head).to(tl.int64)
     if tl.load(real + row) == 0:
         return
-    own_row, own_pair = row, pair  # a prompt is never of some rows of a cache
+    own_row, own_pair = row, pair  # a prompt covers all rows of its cache
     now = tl.load(newest + row)
     position += pair * slots
     work += pair * slots

@@ -12,18 +12,18 @@ reach: exact
 checked: formula
 code: none released
 
-Attends to the highest only: sum(q * k over sketch)
-Looks at the highest dims only: abs(q)
+Attends only to the highest: sum(q * k over sketch)
+Reads only the highest dims: abs(q)
 In layers where the query attends to everything, `attend` and `settle` are the only launches.
 
 Legend:
-    `look`: one program scores the slots of one of S splits of a KV head, and counts scores in 256 levels.
+    `look`: one program scores the slots of one of S splits of a KV head, and counts the scores in each of 256 levels.
     `choose`: PIECES programs share a KV head's slots and collect candidates; the last one to finish selects the highest.
     `settle`, the last: one program per KV head and row combines the splits of `attend`.
     Another one stores the new token in a free slot.
-    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: dims of a key, of a value. S: splits of `attend`.
     R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows.
-    now: the new token's position in the text. pos: the positions of slots i, negative for a free slot.
+    now: position of the new token in the text. pos: positions of the tokens in slots i, negative for a free slot.
     W: dims of the sketch. dims: their indices, padded with -1.
     SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's.
 """
@@ -33,13 +33,13 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import layout, ops, packed, select
 
-SCORES = 0  # rows of `work`
+SCORES = 0  # rows of `work` per KV head
 SPREADS = False  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit
 def find_sketch(
-    query,  # [G, D]: one KV head's; the others as for `look`
+    query,  # [G, D]: queries of one GQA group; the other arguments as in `look`
     sketch,
     prompt,
     numbers,
@@ -53,7 +53,7 @@ def find_sketch(
     D_PAD: tl.constexpr,
     W_PAD: tl.constexpr,
 ):
-    """The sketch's dims, [W_PAD], and whether this query chooses them again."""
+    """Return the sketch's dims, [W_PAD], and whether this query selects them again."""
     number_sketch_dims = tl.load(numbers + own_row * 3 + 1)
     number_sketch_every = tl.load(numbers + own_row * 3 + 2)
     j = tl.arange(0, W_PAD)
@@ -70,40 +70,40 @@ def find_sketch(
 
 @triton.jit
 def look(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
+    which,  # [B] int32: with SOME, each row's index in the cache
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
-    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
-    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
-    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
+    keys,  # [R, H, N, D]; with SIZE > 0 [H, blocks, SIZE, D]
+    first_rows,  # [R, H] int64: index of the KV head's first row in `keys` and `values`
+    table,  # [R, blocks of a row] int64: with SIZE > 0, index in the pool of each block of slots
     position,  # [R, H, N] int32
-    sketch,  # [R, H, W] int32: dims, ascending, -1 behind them
-    sketch_keys,  # [R, H, N, W]: the keys over these dims
-    prompt,  # [R] int32: tokens of the prompt
-    grades,  # [B, H, N + 16] int32: gets those of the slots and, behind them, of the new token
-    levels,  # [B, H, S, LEVELS] int32: gets how many of the split's slots have which level
-    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
-    held,  # [B, H, S] int32: gets how many tokens it holds
-    seen,  # [R] int32: the new token's position
-    real,  # [B] bool
+    sketch,  # [R, H, W] int32: dims in ascending order, padded with -1
+    sketch_keys,  # [R, H, N, W]: keys restricted to these dims
+    prompt,  # [R] int32: prompt length in tokens
+    grades,  # [B, H, N + 16] int32, output: scores of the slots and of the new token, in an order-preserving encoding
+    levels,  # [B, H, S, LEVELS] int32, output: number of the split's slots per level
+    first_free,  # [B, H, S] int32, output: first free slot of the split; N or more: none
+    held,  # [B, H, S] int32, output: tokens in the split
+    seen,  # [R] int32: position of the new token
+    real,  # [B] bool: False for padding
     numbers,  # [R, 3] float64
-    copied,  # [R] int32: whether what is kept beside the keys holds; else it is to be made from them
+    copied,  # [R] int32: whether the sketched keys are valid; otherwise they are rebuilt from the keys
     slots,
     per_split,  # slots per split
     width,  # W
-    window,  # queries see this many tokens; 2**30: all
-    SOME: tl.constexpr,  # whether the step is of some rows of the cache
-    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    window,  # tokens that a query sees; 2**30: all
+    SOME: tl.constexpr,  # whether the step covers only some rows of the cache
+    SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
     KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
-    G_PAD: tl.constexpr,  # sizes as powers of two
+    G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     W_PAD: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grade one split's slots; the grid is (S, H, B)."""
+    """Score one split's slots; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
@@ -150,28 +150,28 @@ def look(
 
 @triton.jit
 def choose(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
+    which,  # [B] int32: with SOME, each row's index in the cache
     position,  # [R, H, N] int32
-    grades,  # [B, H, N + 16] int32
-    levels,  # [B, H, S, LEVELS] int32
-    candidates,  # [B, H, N + 16] int32: gets what may be chosen of each program's share, in order
-    listed,  # [B, H, PIECES] int32: gets how many of those there are
-    arrived,  # [B, H] int32: how many programs of the head have looked through their share; 0 before the launch, and after it
-    chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
-    found,  # [B, H] int32: gets how many
-    joins,  # [B, H] int32: gets whether the new token is attended to
-    taken,  # [B, H, N] int8: gets 1 for the slots that are, if requested
-    seen,  # [R] int32: the new token's position
-    real,  # [B] bool
+    grades,  # [B, H, N + 16] int32: scores
+    levels,  # [B, H, S, LEVELS] int32: number of scores per level
+    candidates,  # [B, H, N + 16] int32, output: candidates of each program's share, in order
+    listed,  # [B, H, PIECES] int32, output: number of these candidates
+    arrived,  # [B, H] int32: number of the KV head's programs that have finished; 0 before and after the launch
+    chosen,  # [B, H, N] int32, output: selected slots, in order
+    found,  # [B, H] int32, output: number of selected slots
+    joins,  # [B, H] int32, output: whether the new token is selected
+    taken,  # [B, H, N] int8, output: 1 for selected slots, if requested
+    seen,  # [R] int32: position of the new token
+    real,  # [B] bool: False for padding
     numbers,  # [R, 3] float64
     slots,
     splits,
-    SOME: tl.constexpr,  # whether the step is of some rows of the cache
+    SOME: tl.constexpr,  # whether the step covers only some rows of the cache
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the slots of the highest grades; the grid is (PIECES, H, B)."""
+    """Select the slots with the highest scores; the grid is (PIECES, H, B)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
@@ -192,14 +192,14 @@ def choose(
     taken += pair * slots
     units, wanted = tl.minimum(slots, now), ops.count(number_select)  # a token's slot is never above its position
 
-    # What of the program's share may be chosen.
+    # Collect the candidates of this program's share.
     lowest = select.lowest_level(levels, pair, splits, wanted, S_PAD)
     per_piece, begin, end = select.share(units, piece, pieces, BLOCK)
     count = select.narrow(position, grades, candidates, begin, end, lowest, slots, units, 1, now, 0, -1, ops.INT_MAX, False, BLOCK)
     listed += pair * pieces
     tl.store(listed + piece, count)
 
-    # What is.
+    # The last program to finish selects among the candidates.
     if ops.last_to_arrive(arrived, pair, pieces):
         total, certain = select.gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD, BLOCK)
         total, certain = select.add_new(grades, candidates, total, certain, slots, now, -1, ops.INT_MAX)
@@ -208,39 +208,39 @@ def choose(
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
-    out,  # [B, H * G, E]: gets the attention's output
-    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
-    top,  # [B, H, S, G] float32
-    total,  # [B, H, S, G] float32
-    sinks,  # [H * G]: logits that join the softmax, if SINKS
-    first_free,  # [B, H, S] int32: the split's first free slot
-    held,  # [B, H, S] int32: how many tokens it holds
+    which,  # [B] int32: with SOME, each row's index in the cache
+    out,  # [B, H * G, E], output: attention output
+    part,  # [B, H, S, G, E] float32: partial outputs of the splits of `attend`
+    top,  # [B, H, S, G] float32: maximum logit of each split
+    total,  # [B, H, S, G] float32: softmax denominator of each split
+    sinks,  # [H * G]: with SINKS, sink logits that join the softmax
+    first_free,  # [B, H, S] int32: first free slot of the split
+    held,  # [B, H, S] int32: tokens in the split
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    keys,  # [R, H, N, D]; with SIZE > 0 [H, blocks, SIZE, D]
     values,  # [R, H, N, E], in the same layout
-    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
-    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
+    first_rows,  # [R, H] int64: index of the KV head's first row in `keys` and `values`
+    table,  # [R, blocks of a row] int64: with SIZE > 0, index in the pool of each block of slots
     position,  # [R, H, N] int32
     query,  # [B, H * G, D]
-    sketch,  # [R, H, W] int32, with all that follows as for `look`
+    sketch,  # [R, H, W] int32: as in `look`, like the four below
     sketch_keys,  # [R, H, N, W]
     prompt,  # [R] int32
     copied,  # [R] int32
     width,
-    newest,  # [B] int32: the new token's position
-    seen,  # [R] int32: gets the next token's
+    newest,  # [B] int32: position of the new token
+    seen,  # [R] int32, output: position of the next token
     real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 3] float64
     slots,
     splits,
-    per_piece,  # slots of a program
-    SOME: tl.constexpr,  # whether the step is of some rows of the cache
-    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    per_piece,  # slots per program
+    SOME: tl.constexpr,  # whether the step covers only some rows of the cache
+    SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
     KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
-    G_PAD: tl.constexpr,  # sizes as powers of two
+    G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     E: tl.constexpr,
@@ -248,14 +248,14 @@ def settle(
     S_PAD: tl.constexpr,
     W_PAD: tl.constexpr,
     SINKS: tl.constexpr,
-    SELECTS: tl.constexpr,  # whether the query attended to a selection
+    SELECTS: tl.constexpr,  # whether the query attends to a selection
     BLOCK: tl.constexpr,
 ):
-    """Combine, place; the grid is (PIECES + 1, H, B)."""
+    """Combine splits, place the token; the grid is (PIECES + 1, H, B)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    if piece == pieces:  # what the new token attended to
+    if piece == pieces:  # combines the splits
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
@@ -274,7 +274,7 @@ def settle(
     begin = piece * per_piece
     end = tl.minimum(begin + per_piece, slots)
 
-    # Its place.
+    # The program with the first free slot stores the new token.
     if (slot >= begin) & (slot < end):
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
@@ -287,7 +287,7 @@ def settle(
         if SELECTS:
             select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, own_pair, slot, slots, width, D, D_PAD, W_PAD, KV)
             tl.store(copied + own_row, 1)
-        else:  # it is kept up to date where it is not looked at, too
+        else:  # a query that does not read the sketch updates it, too
             dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
             j = tl.arange(0, W_PAD)
             tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where(due, width, 0))

@@ -19,9 +19,9 @@ Legend:
     One program per KV head and row combines the splits of `attend`.
     PIECES others share the head's slots.
     The one with the first free slot stores the new token, and the last one to finish evicts.
-    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: dims of a key, of a value. S: splits of `attend`.
     R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows.
-    now: the new token's position in the text. pos: the positions of slots i, negative for a free slot.
+    now: position of the new token in the text. pos: positions of the tokens in slots i, negative for a free slot.
     SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's.
     rank: the position that attention uses for a token's rotation; see `kvdsl.runtime.gpu.rotate`.
 """
@@ -31,49 +31,49 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import evicting, layout, ops, packed, rotate
 
-SCORES = 1  # rows of `work`
+SCORES = 1  # rows of `work` per KV head
 SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
-    out,  # [B, H * G, E]: gets the attention's output
-    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
-    top,  # [B, H, S, G] float32
-    total,  # [B, H, S, G] float32
-    sinks,  # [H * G]: logits that join the softmax, if SINKS
-    first_free,  # [B, H, S] int32: the split's first free slot
-    held,  # [B, H, S] int32: how many tokens it holds
+    which,  # [B] int32: with SOME, each row's index in the cache
+    out,  # [B, H * G, E], output: attention output
+    part,  # [B, H, S, G, E] float32: partial outputs of the splits of `attend`
+    top,  # [B, H, S, G] float32: maximum logit of each split
+    total,  # [B, H, S, G] float32: softmax denominator of each split
+    sinks,  # [H * G]: with SINKS, sink logits that join the softmax
+    first_free,  # [B, H, S] int32: first free slot of the split
+    held,  # [B, H, S] int32: tokens in the split
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    keys,  # [R, H, N, D]; with SIZE > 0 [H, blocks, SIZE, D]
     values,  # [R, H, N, E], in the same layout
-    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
-    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
+    first_rows,  # [R, H] int64: index of the KV head's first row in `keys` and `values`
+    table,  # [R, blocks of a row] int64: with SIZE > 0, index in the pool of each block of slots
     position,  # [R, H, N] int32
-    rank,  # [R, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
-    length,  # [R, H] int32: gets how many tokens the head holds
-    gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
-    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
-    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
-    arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
-    lowest_found,  # [B, H, PIECES] int64: gets the key of each program's first victim
-    victims,  # [B, H, PIECES] int32: gets its slot
-    at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
-    newest,  # [B] int32: the new token's position
-    seen,  # [R] int32: gets the next token's
+    rank,  # [R, H, N] int32: number of earlier live tokens, -1 for a free slot
+    length,  # [R, H] int32, output: tokens of the KV head
+    gaps,  # [B, H, N] int32, output: number of slots freed up to each rank
+    half_keys,  # [R, H, N, 2 * PAIRS]: with HALVES, rotated halves of the keys
+    work,  # [B, H, SCORES, N] float32, output: slot scores
+    kept,  # [B, H, N] int8, output: protection class per slot
+    arrived,  # [B, H] int32: number of the KV head's programs that have finished; 0 before and after the launch
+    lowest_found,  # [B, H, PIECES] int64, output: sort key of each program's first victim
+    victims,  # [B, H, PIECES] int32, output: slot of that victim
+    at_ends,  # [B, H, PIECES] int32, output: number of the program's tokens protected as first or last ones
+    newest,  # [B] int32: position of the new token
+    seen,  # [R] int32, output: position of the next token
     real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, 2] float64
     slots,
     splits,
-    per_piece,  # slots of a program
-    SOME: tl.constexpr,  # whether the step is of some rows of the cache
-    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    per_piece,  # slots per program
+    SOME: tl.constexpr,  # whether the step covers only some rows of the cache
+    SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
     KV: tl.constexpr,  # the cache's `kv_dtype`
     G: tl.constexpr,
-    G_PAD: tl.constexpr,  # sizes as powers of two
+    G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     E: tl.constexpr,
@@ -81,18 +81,18 @@ def settle(
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on
+    PAIRS: tl.constexpr,  # rotated pairs of dims, the first at OFFSET
     P_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Combine, place, settle; the grid is (PIECES + 1, H, B)."""
+    """Combine splits, place the token, rank slots; the grid is (PIECES + 1, H, B)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    if piece == pieces:  # what the new token attended to
+    if piece == pieces:  # combines the splits
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
@@ -118,7 +118,7 @@ def settle(
     begin = piece * per_piece
     end = tl.minimum(begin + per_piece, slots)
 
-    # Its place.
+    # The program with the first free slot stores the new token.
     if (slot >= begin) & (slot < end):
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
@@ -134,7 +134,7 @@ def settle(
             rotate.place_half(half_keys + (own_pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
     tl.debug_barrier()
 
-    # Choose the victims.
+    # Rank the slots; the last program to finish evicts.
     if leaving == 0:
         return
     first, last = evicting.ends(now, live, ops.count(number_sinks), 1)
@@ -159,10 +159,10 @@ def settle(
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle_prompt(
     position,  # [B, H, N] int32
-    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
-    kept,  # [B, H, N] int8: gets the slots' classes, by what protects them
-    newest,  # [B] int32: the position of the row's last token
-    real,  # [B] bool: whether the row has had tokens
+    work,  # [B, H, SCORES, N] float32, output: slot scores
+    kept,  # [B, H, N] int8, output: protection class per slot
+    newest,  # [B] int32: position of the row's last token
+    real,  # [B] bool: whether the row has tokens
     numbers,  # [B, 2] float64
     slots,
     BLOCK: tl.constexpr,
@@ -173,7 +173,7 @@ def settle_prompt(
     pair = (row * heads + head).to(tl.int64)
     if tl.load(real + row) == 0:
         return
-    own_row, own_pair = row, pair  # a prompt is never of some rows of a cache
+    own_row, own_pair = row, pair  # a prompt covers all rows of its cache
     now = tl.load(newest + row)
     position += pair * slots
     work += pair * slots

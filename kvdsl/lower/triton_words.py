@@ -19,8 +19,8 @@ class TritonWords:
         legend: one line per launch and per name.
         modules: the modules of `kvdsl.runtime.gpu` that the kernels call.
         settle: the docstring of the kernel `settle`.
-        looked_at: what `look` scores, slots or pages.
-        graded: the same, with the new token if it is scored too.
+        looked_at: `slots` or `pages`, which `look` scores.
+        graded: `looked_at`, with the new token if `look` scores it, too.
         taken: the reader of the list that `choose` writes.
     """
 
@@ -34,7 +34,7 @@ class TritonWords:
 
 
 def triton_words(plan: TritonPlan) -> TritonWords:
-    """The sentences for a plan."""
+    """Return the text for the kernels of a plan."""
     choosing = plan.select
     pages = choosing is not None and choosing.paged
     several = choosing or plan.hard_cap or plan.agrees
@@ -46,9 +46,10 @@ def triton_words(plan: TritonPlan) -> TritonWords:
         ),
         legend=tuple(_legend(plan)),
         modules=tuple(_modules(plan)),
-        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settle else ''}; the grid is (PIECES + 1, H, B).",
+        settle=f"Combine splits, place the token{', update statistics' if plan.observe else ''}{', rank slots' if plan.settle else ''}; "
+        "the grid is (PIECES + 1, H, B).",
         looked_at="pages" if pages else "slots",
-        graded="pages" if pages else "slots and, behind them, of the new token",
+        graded="pages" if pages else "slots and of the new token",
         taken="for `settle`" if choosing is not None and choosing.observed else "if requested",
     )
 
@@ -71,13 +72,13 @@ def _modules(plan: TritonPlan) -> Iterator[str]:
 def _legend(plan: TritonPlan) -> Iterator[str]:
     choosing = plan.select
     if plan.hard_cap and plan.agrees:
-        yield "`make_room`, before everything else: one program ranks a KV head's slots if a hard cap needs room."
+        yield "`make_room`, before everything else: one program ranks a KV head's slots if the hard cap needs room."
     elif plan.hard_cap:
-        yield "`make_room`, before everything else: one program evicts from a KV head if a hard cap needs room."
+        yield "`make_room`, before everything else: one program evicts from a KV head if the hard cap needs room."
     if choosing:
         looked_at = "pages" if choosing.paged else "slots"
         yield (
-            f"`look`: one program scores the {looked_at} of one of S splits of a KV head, and counts scores in 256 levels."
+            f"`look`: one program scores the {looked_at} of one of S splits of a KV head, and counts the scores in each of 256 levels."
         )
         if choosing.vote:
             yield f"`vote`: one program replaces a split's scores by their {choosing.vote} over the KV heads of a row."
@@ -90,11 +91,11 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         after = ", and after `make_room`" if plan.hard_cap else ""
         yield f"`agree`, the last{after}: one program evicts the same slots from all KV heads of a row, by their mean score."
     yield (
-        "B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. "
+        "B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: dims of a key, of a value. "
         "S: splits of `attend`."
     )
     yield "R: rows of the cache; equals B unless the step covers some of them. own_row, own_pair: indices into these rows."
-    yield "now: the new token's position in the text. pos: the positions of slots i, negative for a free slot."
+    yield "now: position of the new token in the text. pos: positions of the tokens in slots i, negative for a free slot."
     if choosing and choosing.sketch_by:
         yield "W: dims of the sketch. dims: their indices, padded with -1."
     if choosing and choosing.by == "page_bound":
@@ -103,7 +104,7 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         yield "Nothing is evicted, so the token at position p is in slot p."
     yield "SIZE: slots per block, for the block layout; `kvdsl.runtime.gpu.layout` maps slots to blocks and has allocated the new token's."
     if plan.reads_vectors:
-        yield "k, v: keys and values of slots i. first_row: the head's first row. d, e: their dims."
+        yield "k, v: keys and values of slots i. d, e: their dims. first_row: first row of the KV head in `keys` and `values`."
     if plan.compact:
         yield "rank: the position that attention uses for a token's rotation; see `kvdsl.runtime.gpu.rotate`."
 
