@@ -82,7 +82,7 @@ def settle(
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,  # rotated pairs of dims, the first at OFFSET
+    PAIRS: tl.constexpr,  # number of rotated pairs of dims, the first at OFFSET
     P_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)

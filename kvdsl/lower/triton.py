@@ -1,8 +1,8 @@
-"""A policy as Triton: the last launch of a decode step (`settle`), and the first two of one whose query attends to a selection (`look` and
-`choose`), as a generated `kernels_triton.py` has them.
+"""Lower a policy's decode step to Triton.
 
-`ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text calls; `kvdsl/lower/triton_loops.py` has the loops over
-slots, and `triton_expressions.py` the expressions.
+The plan holds the statements of `settle`, the last launch, and of `look` and `choose`, the first two launches of a step whose query attends
+to a selection. The templates place them in a generated `kernels_triton.py`. The statements call device functions of `ops.py`, `evicting.py`
+and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots, `triton_expressions.py` expressions.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class TritonSelect:
     """Parts of the kernels `look` and `choose`, one statement a line.
 
     Attributes:
-        by: what slots rank by: `dot`, `sketch_dot`, or `page_bound` or `page_mean` (which rank pages). `vote`: how what the KV heads of
-            a layer find is reduced; empty where each goes by what it finds itself.
-        sketch_by: what the sketch ranks the dims by, per query head; empty if there is none.
-        sketch_numbers, choose_numbers: what the search for the dims and `choose` read of the policy's numbers, as in `TritonPlan`.
-            `page_number`: the place of the one that says how many tokens a page has.
-        protect: what the first and last tokens are that are attended to in any case. `first`, `last`: whether there are such.
-        observed: whether the policy remembers what slots were given.
+        by: the score: `dot` or `sketch_dot` of slots, `page_bound` or `page_mean` of pages. `vote`: the reduction of scores over the KV
+            heads of a layer; empty if each KV head selects by its own scores.
+        sketch_by: the score of the sketch's dims, per query head; empty without a sketch.
+        sketch_numbers, choose_numbers: the policy's numbers that `find_sketch` and `choose` read, as in `TritonPlan`. `page_number`: the
+            index of the page size among these numbers.
+        protect: statements that find the first and last tokens that are always selected. `first`, `last`: whether the policy has such.
+        observed: whether a column reads the attention that slots received.
     """
 
     by: str
@@ -77,24 +77,25 @@ class TritonSelect:
 
     @property
     def paged(self) -> bool:
-        """Whether pages are chosen."""
+        """Whether the query selects pages."""
         return self.by in ("page_bound", "page_mean")
 
 
 @dataclass(frozen=True)
 class TritonSettle:
-    """How it is found who leaves.
+    """Parts of the kernels that rank slots and evict.
 
     Attributes:
-        overflow: the arguments of the call that says how many must leave. first, last: how many tokens at either end stay. tops: how many
-            slots each `keep top` protects. ends: which of `evicting`'s classes those at either end are.
-        score: the loops that compute the rows of scores. scores: how many rows those are, with those that the loops work in.
-        vectors: the tensors of files, with a number for every dim, that the loops read. reads_vectors: whether they read such, keys or
+        overflow: arguments of the call that counts the victims. first, last: number of protected first and last tokens. tops: number of
+            slots that each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
+        score: loops that compute the scores. scores: number of rows of `work`, temporary ones included.
+        vectors: tensors of files, with a number per dim, that the loops read. reads_vectors: whether the loops read such tensors, keys or
             values.
-        pools: whether a score pools, so that it is known before what may not leave. pairs: whether slots are compared with each other.
-        hard_cap: whether it happens before a token is placed, as well.
-        prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
-        agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
+        pools: whether a score pools; the kernels then find the protected ends before they score. pairs: whether the loops compare slots
+            with each other.
+        hard_cap: whether `make_room` evicts before the step places a token.
+        prompts: whether `settle_prompt` evicts after a prompt: each KV head evicts by itself, and its columns suffice.
+        agrees: whether `agree` evicts the same slots from all KV heads of a layer.
     """
 
     overflow: str
@@ -116,23 +117,22 @@ class TritonSettle:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Parts of the kernel `settle`, one statement a line; what it does not do is None or empty.
+    """Parts of the kernel `settle`, one statement a line. Parts that the policy does not need are None or empty.
 
     Attributes:
-        args: names of what it is given beyond what every policy's is.
-        numbers: what it reads of the policy's numbers: name and place in the table. `constants`, `vectors`: of its tensors of files,
-            those that have a number for the head, and those that have one for every dim, which `place` reads.
-        supplied: what of the caller's it reads, likewise.
-        columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
-            the same, with the place of each among the rings instead.
-        place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
+        args: names of the arguments that not every policy has.
+        numbers: the policy's numbers that the kernel reads: name and index in the table. `constants`, `vectors`: the same for tensors of
+            files, with one number per KV head, and with one per dim, which `place` reads.
+        supplied: the same for values that the caller supplies.
+        columns: name of each column, and its row in the table. `rings`: name of each ring, and its index among the rings.
+        place: stores of a new token's columns. `reads_key`, `reads_value`: whether they read its key, its value.
         observe: loops that fold the query into the columns.
-        settle: None where nobody leaves in a decode step.
-        spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
-        select: None where the policy's queries attend to everything.
-        compact: whether keys are turned, so that ranks and lengths are to be kept up to date, and rotated halves where there are any.
-        shares: whether they share a budget, or have budgets of their own, so that some may have more slots than others.
-        prompt: None where torch observes a prompt's queries, or nothing does.
+        settle: None if decode steps do not evict.
+        spreads: whether several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
+        select: None if queries attend to everything.
+        compact: whether the cache rotates keys by rank; the kernels then maintain ranks, lengths and rotated halves.
+        shares: whether KV heads share a budget, or have budgets of their own, so that their numbers of slots differ.
+        prompt: None if torch observes the prompt's queries, or the policy observes none.
     """
 
     args: tuple[str, ...]
@@ -155,33 +155,33 @@ class TritonPlan:
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Whether the kernel draws random numbers."""
         return "seed" in self.args
 
     @property
     def agrees(self) -> bool:
-        """Whether the KV heads of a layer agree on who leaves."""
+        """Whether all KV heads of a layer evict the same slots."""
         return self.settle is not None and self.settle.agrees
 
     @property
     def hard_cap(self) -> bool:
-        """Whether room is made before a token is placed."""
+        """Whether the step makes room before it places a token."""
         return self.settle is not None and self.settle.hard_cap
 
     @property
     def reads_vectors(self) -> bool:
-        """Whether a loop reads keys, values or tensors that have a number for every dim."""
+        """Whether a loop reads keys, values or tensors with a number per dim."""
         return self.settle is not None and self.settle.reads_vectors
 
 
 def triton_plan(step: Step) -> TritonPlan:
-    """The Triton of a decode step. What a prompt's queries give the slots is Triton's, too, the rest of it torch's.
+    """Lower a decode step to Triton. `prompt` and `settle_prompt` serve a prompt's queries and evictions; torch serves its rest.
 
     Raises:
-        NotLowerable: if it has no Triton form; the torch backend serves such a policy.
+        NotLowerable: if the step has no Triton form; the torch backend serves such a policy.
     """
     step = for_target(_compared(step), CAN, _refused(step))
-    observe = [] if step.forgets else _observe(step)  # prompts observe, by the same rules
+    observe = [] if step.forgets else _observe(step)  # then only prompts observe
     settle = _settle(step, step.evict) if step.evict is not None and step.evict.decodes else None
     place = [_place(column) for column in step.columns if column.rule != "ring"]
     select = _select(step)
@@ -215,7 +215,7 @@ def triton_plan(step: Step) -> TritonPlan:
 
 
 def _compared(step: Step) -> Step:
-    """The step with ranks and pages as comparisons with the other slots, where it is found who leaves."""
+    """Replace ranks and pages by comparisons with other slots, in scores and protections."""
 
     def rule(expr: Expr) -> Expr:
         return compared(expr, ColumnRef(name=PAGE))
@@ -225,7 +225,7 @@ def _compared(step: Step) -> Step:
 
 
 def _args(step: Step, uses: tuple[Use, ...], numbered: bool, reads_tensors: bool, settles: bool) -> tuple[str, ...]:
-    """The arguments of `settle` that not every policy needs."""
+    """List the arguments of `settle` that not every policy needs."""
     inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
     rings = step.rings and not step.forgets
     args = {
@@ -247,7 +247,7 @@ def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
 
 
 def _refused(step: Step) -> dict[str, bool]:
-    """The statements that the kernels do not know: a launch sees one layer, and a program of it one KV head."""
+    """Return whether the step has each statement that kernels cannot serve: a launch sees one layer, and a program one KV head."""
     evict, select = step.evict, step.select
     return {
         "a count of `select` that reads what is cached": select is not None and select.count is not None,
@@ -278,7 +278,7 @@ def _observe(step: Step) -> list[Pass]:
         return []
     loops, names = hoisted_loops(step, "visible", [column.body for column in folded])
     printer = BlockPrinter(names)
-    # Folds read each other as they were before the query, so that they are stored last.
+    # Folds read each other's values from before the query, so stores come last.
     folds = [column.name for column in folded if column.rule == "fold"]
     lines = [_fold(column, printer) for column in folded]
     lines += [Fragment(f"tl.store({name}_at + i, new_{name}, mask=visible)") for name in folds]
@@ -387,13 +387,13 @@ def _settle(step: Step, evict: Eviction) -> TritonSettle:
 
 
 def _score(step: Step, evict: Eviction, rows: dict[str, int]) -> list[Pass]:
-    """The loops that leave every slot's scores in `work` and what protects it in `kept`, and find the lowest score.
+    """Return loops that store each slot's scores in `work` and its protection class in `kept`, and find the lowest score.
 
     Args:
-        rows: gets the rows of `work` by the names of what lies in them.
+        rows: receives the rows of `work`, by the name of their value.
     """
     if evict.pools and evict.by == "heads":
-        raise NotLowerable("a pool of heads that agree on who leaves")
+        raise NotLowerable("a pool of heads that agree on their victims")
     rows |= {name: n for n, name in enumerate(name for one in reversed(step.rank) for name in one.rows)}
     found, names = list[Pass](), dict[Expr, str]()
     for number_of_pass, one in enumerate(step.rank):
@@ -417,7 +417,7 @@ def _score(step: Step, evict: Eviction, rows: dict[str, int]) -> list[Pass]:
 
 
 def _protect_tops(protect: Protection) -> Iterator[Fragment]:
-    """What `keep top` protects, where the scores go by it."""
+    """Yield calls that apply `keep top` before later scores depend on it."""
     yield BARRIER
     for n, count in enumerate(protect.counts("top"), 1):
         at = f"position, work + {n} * slots, kept, slots"
@@ -425,7 +425,7 @@ def _protect_tops(protect: Protection) -> Iterator[Fragment]:
 
 
 def _keep(protect: Protection, printer: BlockPrinter) -> Fragment:
-    """What may not leave, but for what `keep top` protects."""
+    """Return the statement that finds protected slots; `keep top` adds its own later."""
     bounds = {"first": "pos <= first", "last": "pos >= last"}
     ends = [Fragment(bound) for scope, bound in bounds.items() if protect.counts(scope)]
     kept = [printer.condition(condition) for condition in protect.by("where")]
@@ -435,19 +435,19 @@ def _keep(protect: Protection, printer: BlockPrinter) -> Fragment:
 
 
 def _any_of(conditions: list[Fragment]) -> Fragment:
-    """Whether one of these holds."""
+    """Join conditions by or; 0 if there are none."""
     if len(conditions) > 1:
         conditions = [fragment("({})", condition) for condition in conditions]
     return fragment(" | ".join("{}" for _ in conditions) or "0", *conditions)
 
 
 def _ends(protect: Protection) -> int:
-    """The class of `evicting` of the first and last tokens that are kept: as whatever is protected, or the one behind."""
+    """Return the class, see `evicting`, of protected first and last tokens: 1 as other protected slots, 2 if evicted after those."""
     return 2 if protect.ends_last else 1
 
 
 def _protect(protect: Protection) -> dict[str, Fragment]:
-    """By `first` and `last`, as far as the policy keeps such: up to and from which position."""
+    """Return statements, by `first` and `last`, that find up to and from which position tokens are protected."""
     return {
         scope: fragment(
             f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _most(protect.counts(scope))
@@ -458,7 +458,7 @@ def _protect(protect: Protection) -> dict[str, Fragment]:
 
 
 def _most(counts: list[Expr]) -> Fragment:
-    """The largest of some counts; 0 if there are none."""
+    """Print the maximum of some counts; 0 if there are none."""
     if not counts:
         return Fragment("0")
     *rest, last = map(_count, counts)
@@ -479,7 +479,7 @@ def _overflow(evict: Eviction) -> Fragment:
     if evict.budget is not None:
         measured = CountPrinter().value(evict.budget)
         if evict.by == "heads" and measured.needs("input", "seen"):
-            raise NotLowerable("a budget that reads `seen`, of heads that agree on who leaves")
+            raise NotLowerable("a budget that reads `seen`, of heads that agree on their victims")
         bounded = fragment("ops.minimum({}, ops.at_least_one({}))", number("capacity"), measured)
         found["capacity"] = fragment("ops.count({})", bounded)
     return fragment(", ".join("{}" for _ in found), *found.values())

@@ -1,8 +1,7 @@
-"""Expressions as Triton: what stands in the kernels of a generated `kernels_triton.py` (`kvdsl/lower/triton.py` and `triton_prompt.py` have
-these).
+"""Print expressions as Triton, for the statements that `triton.py` and `triton_prompt.py` plan.
 
-A value over slots is a block of floats in a loop over the slots; numbers per row are doubles. `ops.py` of `kvdsl/runtime/gpu` has what the
-text calls.
+A value over slots is a float32 block in a loop over the slots. A number per row is a double. The text calls device functions of
+`kvdsl/runtime/gpu/ops.py`.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ CAN = Target(
         "heads": ("sum", "mean", "max", "min"),
     },
 )
-"""What Triton reduces, `over others` in a settle alone; `ops.py` of `kvdsl/runtime/gpu` has it."""
+"""Reductions that have a Triton form; `over others` only where slots are ranked for eviction."""
 
 
 OF_VECTORS = "what a query gives every slot, where it is computed from keys, values or queries"
 SKETCHED = "a sketch by anything but the query, dim by dim"
-"""What there is no Triton for."""
+"""Computations without a Triton form, as `NotLowerable` quotes them."""
 
 
 class _TritonPrinter(Printer):
@@ -85,7 +84,7 @@ class _TritonPrinter(Printer):
 
 
 class CountPrinter(_TritonPrinter):
-    """One double per row and KV head."""
+    """Print a double per row and KV head."""
 
     raised = "ops.count_power"
 
@@ -107,9 +106,10 @@ class CountPrinter(_TritonPrinter):
 
 @dataclass(frozen=True)
 class BlockPrinter(_TritonPrinter):
-    """Float32 values over a block of slots; or, where a reduction over dims has no slots, over the dims.
+    """Print float32 values over a block of slots, or over the dims if a reduction over dims reads no slots.
 
-    `hoisted` names the reductions that stand before the loop.
+    Attributes:
+        hoisted: names of the reductions that earlier loops compute.
     """
 
     hoisted: dict[Expr, str]
@@ -121,12 +121,12 @@ class BlockPrinter(_TritonPrinter):
         return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
 
     def _rounded(self, expr: Call) -> Fragment:
-        """Correctly rounded, so that equal quotients and roots are equal."""
+        """Print a correctly rounded operation, so that equal scores compare as equal on every backend."""
         name = {"/": "tl.div_rn", "sqrt": "tl.sqrt_rn"}[expr.op]
         return fragment(f"{name}({', '.join('{}' for _ in expr.args)})", *map(self.value, expr.args))
 
     def power(self, expr: Call) -> Fragment:
-        """In double precision but for squares."""
+        """Print a power in double precision, a square in float32."""
         made = super().power(expr)
         return made if expr.args[1] == Number(value=2) else fragment("{}.to(tl.float32)", made)
 
@@ -142,12 +142,12 @@ class BlockPrinter(_TritonPrinter):
         return Fragment(cast.get(expr.name, expr.name), uses=(Use("input", expr.name),))
 
     def condition(self, expr: Expr) -> Fragment:
-        """A condition that can be combined with others over slots."""
+        """Print a condition that `&` and `|` combine with others over slots."""
         return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
 
     def reduce(self, expr: Reduce) -> Fragment:
         name = self.hoisted.get(expr)
-        if name is None:  # over dims: no loop over them stands before a block of slots
+        if name is None:  # a reduction over dims, outside a loop that reads vectors
             raise NotLowerable(OF_VECTORS)
         return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
 
@@ -171,7 +171,7 @@ class BlockPrinter(_TritonPrinter):
 
 @dataclass(frozen=True)
 class TilePrinter(BlockPrinter):
-    """Float32 values over a block of slots and the dims of their keys or values: what varies over one of both lies along it."""
+    """Print float32 tiles [slots, dims of keys or values]. A value that varies over one axis has size 1 along the other."""
 
     def parts(self, expr: Expr) -> Fragment:
         made = super().parts(expr)
@@ -189,12 +189,12 @@ class TilePrinter(BlockPrinter):
 
 
 def of_every_slot(expr: Reduce) -> bool:
-    """Whether a reduction, over dims or others, has a number for every slot."""
+    """Whether a reduction, over dims or others, has a number per slot."""
     return Axis.SLOT in axes_of(expr)
 
 
 class TokenPrinter(_TritonPrinter):
-    """Float64 values over the dims of a new token's `k` and `v`, and one for the token: what it has by itself."""
+    """Print float64 values of a new token: over the dims of its `k` and `v`, and scalars."""
 
     def number(self, value: float) -> Fragment:
         return _float64(value)
@@ -214,12 +214,12 @@ class TokenPrinter(_TritonPrinter):
 
 
 def dims_there(body: Expr) -> str:
-    """Which of the dims are there, of those that a value varies over: a block has a power of two."""
+    """Print the mask of a value's dims: a block is padded to a power of two."""
     return "e < E" if dims_of(body) == "v" else "d < D"
 
 
 class DimPrinter(BlockPrinter):
-    """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
+    """Print the score of a sketch's dims, [query heads, dims], which reads the query alone."""
 
     def parts(self, expr: Expr) -> Fragment:
         fixed = expr.kind in ("number", "param") or (isinstance(expr, Input) and expr.name in (*TABLED, "q"))
@@ -232,27 +232,27 @@ class DimPrinter(BlockPrinter):
 
 
 def constant(ref: TensorRef) -> Fragment:
-    """What a tensor of a file has for the head, float32: a number, or a block over dims, as the kernels load it."""
+    """Print the KV head's row of a tensor of a file, as the kernels load it: a float32 number, or a block over dims."""
     return Fragment(f"constant_{spelled(ref.name)}", uses=(Use("vector" if ref.dims else "constant", ref.name),))
 
 
 def number(name: str) -> Fragment:
-    """One of the policy's numbers, as the kernels load it."""
+    """Print one of the policy's numbers, as the kernels load it."""
     return Fragment(f"number_{name}", uses=(Use("number", name),))
 
 
 def ring_name(use: Use) -> str:
-    """What a ring, reduced, is called."""
+    """Return the name of a reduced ring."""
     return f"{use.op}_of_{use.name}"
 
 
 def ring_size(ring: str) -> Fragment:
-    """How many queries a ring remembers."""
+    """Print the number of queries in a ring."""
     return fragment("ops.count({})", number(size_of(ring)))
 
 
 def _float64(value: float) -> Fragment:
-    """A literal among doubles: one that is an operand of a function becomes a float32 first."""
+    """Print a double literal. Triton passes a bare one to functions as float32, so a value that float32 cannot hold is wrapped."""
     if not math.isfinite(value):
         return Fragment(f'tl.full([], float("{value}"), tl.float64)')
     return Fragment(print_number(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
@@ -266,19 +266,19 @@ def _is_float32(value: float) -> bool:
 
 
 def numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """The numbers that are used, and the place of each in the table."""
+    """List the numbers in use, each with its index in the table."""
     used = names_of(uses, "number")
     return tuple((name, n) for n, name in enumerate(numbers) if name in used)
 
 
 def tensors_in(uses: Iterable[Use], kind: str, step: Step) -> tuple[tuple[str, int], ...]:
-    """The tensors that are used as `constant` or `vector`: how kernels call them, and the place of each among the policy's."""
+    """List the tensors used as `constant` or `vector`: name in the kernels, and index among the policy's tensors."""
     used = names_of(uses, kind)
     return tuple((spelled(tensor.name), n) for n, tensor in enumerate(step.tensors) if tensor.name in used)
 
 
 def column_rows(step: Step) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """The columns of one number and the row of each in the table, and the rings and the place of each among the rings."""
+    """List the columns of one number, each with its row in the table, and the rings, each with its index among the rings."""
     singles, rings = (tuple((name, n) for n, name in enumerate(names)) for names in (step.singles, step.rings))
     return singles, rings
 
@@ -288,11 +288,11 @@ def column_rows(step: Step) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[st
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass over the slots, in blocks: statements before it, in it and after it. Without any in it, there is none.
+    """One pass over the slots in blocks: statements before, in and after the loop. Without a body, there is no loop.
 
     Attributes:
-        reads: `k`, `v`: what it reads of every slot; then blocks are smaller.
-        inner: statements of a pass over all slots, the other ones, within every block. `behind`: those behind it, in the block.
+        reads: `k`, `v`, if the body reads keys or values; blocks are then smaller.
+        inner: statements of a nested loop over all slots. `behind`: statements of the body after the nested loop.
     """
 
     before: tuple[str, ...]
@@ -305,7 +305,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Pass:
-    """A loop in the making, and what its statements need."""
+    """A loop whose statements still carry their uses."""
 
     before: tuple[Fragment, ...]
     body: tuple[Fragment, ...]
@@ -315,15 +315,15 @@ class Pass:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """What all of them need."""
+        """Uses of all statements."""
         return uses_of(*self.before, *self.body, *self.inner, *self.behind, *self.after)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """`k`, `v`: what it reads of every slot."""
+        """`k`, `v`, if a statement reads keys or values."""
         return tuple(name for name in ("k", "v") if name in names_of(self.uses, "input"))
 
     def printed(self) -> Loop:
-        """What a template places."""
+        """Return the loop as text for a template."""
         before, body, after = texts(self.before), texts(self.body), texts(self.after)
         return Loop(before, body, after, self.reads, texts(self.inner), texts(self.behind))

@@ -1,5 +1,6 @@
-"""Loops over slots in Triton: what gives a block's values the names that expressions read, and the reductions that other expressions need,
-each in a loop of its own before theirs.
+"""Print loops over slots in Triton.
+
+The statements of a loop name the values that expressions read. Each reduction runs in a loop of its own, before the loops that read it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from kvdsl.lower.triton_expressions import (
 from kvdsl.lower.triton_pairs import POSITION, over_others
 
 PAGE = "page"
-"""What slots have by themselves like a column: the number of their page."""
+"""The page number of a slot, which expressions read like a column."""
 BARRIER = Fragment("tl.debug_barrier()")
 
 EXTREMES = {"max": "maximum", "min": "minimum"}
-"""Of two numbers, in `ops.py`."""
+"""Functions of two numbers in `ops.py`."""
 _FOLDS = {"max": "ops.largest", "min": "ops.least"}
 _WINDOW = Use("helper", "window")
 _SLOTS = {
@@ -54,15 +55,15 @@ _SLOTS = {
     "cached": Fragment("cached = pos >= 0"),
 }
 Rows = Mapping[str, int]
-"""Rows of `work` that hold a number for every slot, by its name."""
+"""Index in `work` of each row, by the name of its value; a row has a number per slot."""
 
 
 def values_of(step: Step, slots: str, uses: Iterable[Use], rows: Rows | None = None) -> list[Fragment]:
-    """Statements that give a block's values the names that expressions read. Keys and values have theirs already.
+    """Return statements that name the values which expressions read. The template loads keys and values.
 
     Args:
-        slots: which count, by name.
-        rows: where numbers of slots are to be found; None where keys and values cannot be read.
+        slots: the name of the mask of slots that count.
+        rows: rows of `work` to load from; None if the loop cannot read keys and values.
     """
     inputs, columns = names_of(uses, "input"), names_of(uses, "column")
     if {*inputs} & ({"q", "k", "v"} if rows is None else {"q"}):
@@ -87,7 +88,7 @@ def _from_work(name: str, rows: Rows) -> Fragment:
 
 
 def _from_queries(step: Step) -> dict[str, Fragment]:
-    """The inputs that a block computes, by name."""
+    """Print the inputs that a block computes from its query, by name."""
     attn = f'ops.attn(logits, base, above, i, slots, G, G_PAD, "{step.group}")'
     attn = attn if step.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
     return {
@@ -109,11 +110,11 @@ def hoisted_loops(
     rows: dict[str, int] | None = None,
     known: Mapping[Expr, str] = MappingProxyType({}),
 ) -> tuple[list[Pass], dict[Expr, str]]:
-    """Loops that compute every reduction over slots, others or dims, and every pool, inner ones first, and the names these get.
+    """Return loops that compute every reduction over slots, others or dims, and every pool, innermost first, and the names of the results.
 
     Args:
-        rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
-        known: names of what has been computed already.
+        rows: receives the rows of `work` that the loops store; None if they cannot read keys and values.
+        known: names of results that earlier loops compute.
     """
     held: dict[Expr, str] = {Input(name="position"): POSITION}
 
@@ -143,10 +144,10 @@ def hoisted_loops(
 def _over_others(
     step: Step, expr: Reduce, name: str, names: dict[Expr, str], held: dict[Expr, str], rows: dict[str, int]
 ) -> list[Pass]:
-    """The loop that leaves what is compared in rows of `work`, as far as it is not there, and the one that compares it.
+    """Return a loop that stores the operands of the comparison in `work`, if they are missing there, and the loop that compares them.
 
     Args:
-        held: what is there, by the names of its rows.
+        held: names of the rows of `work` that hold an operand; receives the new ones.
     """
     new: list[Fragment] = []
 
@@ -166,7 +167,7 @@ def _over_others(
 
 
 def _pool(step: Step, expr: Call, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
-    """The loop that leaves what is pooled in a row of `work`, and the call that pools it there."""
+    """Return the loop that stores the pool's operand in a row of `work`, and the call that pools it in place."""
     x, places_wide = expr.args
     body = BlockPrinter(names).value(x)
     values = values_of(step, "", body.uses, rows)
@@ -183,12 +184,12 @@ def _pool(step: Step, expr: Call, name: str, names: dict[Expr, str], rows: dict[
 
 
 def _left(name: str, value: Fragment, rows: Rows) -> Fragment:
-    """The statement that leaves a value in its row of `work`."""
+    """Print the store of a value in its row of `work`."""
     return fragment(f"tl.store(work + {row_at(rows[name])}i, {{}}, mask=inside)", value)
 
 
 def _over_dims(step: Step, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
-    """What finds a reduction over dims: a loop that leaves it in a row of `work`, or one statement, if slots have it in common."""
+    """Return a reduction over dims: a loop that stores it in a row of `work`, or one statement if it does not vary over slots."""
     there = dims_there(expr.body)
     if not of_every_slot(expr):
         return Pass((fragment(f"{name} = ops.{expr.op}_over({{}}, {there}, 0)", BlockPrinter(names).value(expr.body)),), ())
@@ -200,7 +201,7 @@ def _over_dims(step: Step, slots: str, expr: Reduce, name: str, names: dict[Expr
 
 
 def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
-    """The loop of one reduction over slots, of numbers or, dim by dim, of vectors."""
+    """Return the loop of one reduction over slots, of numbers or, per dim, of vectors."""
     zero, start, seen = "0.0", BlockPrinter({}).number(START.get(expr.op, 0.0)).text, slots
     if is_vector(expr):
         size = "E_PAD" if dims_of(expr.body) == "v" else "D_PAD"
@@ -220,5 +221,5 @@ def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list
 
 
 def row_at(n: int) -> str:
-    """Where a row of `work` begins, to be added to what stands behind it."""
+    """Print the offset of a row of `work`, as the left side of a sum."""
     return {0: "", 1: "slots + "}.get(n, f"{n} * slots + ")

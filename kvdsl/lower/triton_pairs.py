@@ -1,7 +1,7 @@
-"""Slots compared with each other, in Triton: reductions over the other slots, where it is found who leaves.
+"""Print comparisons of slots with each other: reductions over the other slots, in scores and protections of an eviction.
 
-What belongs to one slot, be it the slot itself or the other one, lies in rows of `work`. A loop over blocks of slots has a loop over all
-slots in it: its tiles are [slots, other slots], and are reduced behind it only. Vectors meet in products alone.
+Rows of `work` hold the operands that vary over one slot, `own` or `other`. A loop over blocks of slots contains a loop over all slots. Its
+tiles, [slots, other slots], are reduced after the inner loop. Keys and values are compared by products alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvdsl.lower.expression import (
 from kvdsl.lower.triton_expressions import BlockPrinter, Pass, TilePrinter, dims_there
 
 POSITION = "position"
-"""What has no row: a loop over slots has it already."""
-_OF_VECTORS = "what slots have of each other dim by dim, but for products of keys, or of values"
+"""The operand without a row of `work`: loops load positions in any case."""
+_OF_VECTORS = "what slots have of each other dim by dim, except products of keys, or of values"
 _NOTHING = {"max": 'float("-inf")', "min": 'float("inf")'}
 
 Row = Callable[[Expr], str]
-"""From what a slot has to the name of the row of `work` that holds it, or `POSITION`."""
+"""Maps an operand of one slot to the name of its row of `work`, or to `POSITION`."""
 
 
 def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callable[[str], str]) -> Pass:
-    """The loops of a reduction, which name it `compared`, a number for every slot of a block.
+    """Return the loops of a reduction, which store it in `compared`, [slots of a block].
 
     Args:
-        names: of what stands before.
-        row: is asked for whatever belongs to one slot. address: where the row of a name begins, to be added to what stands behind it.
+        names: names of results that earlier loops compute.
+        row: returns the row of an operand of one slot. address: prints the offset of a row of `work`, as the left side of a sum.
     """
     if Axis.DIM in axes_of(expr):
         raise NotLowerable(_OF_VECTORS)
@@ -62,12 +62,12 @@ def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callabl
 
 
 def _products(body: Expr) -> Iterator[Reduce]:
-    """The products of a slot's vectors and the other one's."""
+    """Yield the products of a slot's vector and another slot's."""
     yield from (part for part in dict.fromkeys(parts_of(body, Reduce, axis=Axis.DIM)) if Axis.OTHER in axes_of(part))
 
 
 def _vectors(product: Reduce, names: dict[Expr, str], row: Row) -> tuple[Fragment, Fragment]:
-    """The slots' vectors of a product and the other slots', with zeros behind their dims."""
+    """Print both sides of a product, the slots' vectors and the other slots', padded with zeros."""
     sides = of_slot_and_other(product)
     if sides is None or dims_of(sides[0]) != dims_of(sides[1].body):
         raise NotLowerable(_OF_VECTORS)
@@ -77,14 +77,14 @@ def _vectors(product: Reduce, names: dict[Expr, str], row: Row) -> tuple[Fragmen
 
 
 def _joined(expr: Reduce, body: Fragment) -> Fragment:
-    """How a tile joins what was found before it."""
+    """Print the statement that accumulates a tile in `compared`."""
     if expr.op in _NOTHING:
         return fragment(f"compared = ops.{expr.op}imum(compared, tl.where(among, {{}}, {_NOTHING[expr.op]}))", body)
     return fragment("compared += tl.where(among, {}, 0.0)", body)
 
 
 def _reduced(expr: Reduce, size: str) -> str:
-    """What slots have of all others, at the end."""
+    """Print the reduction of `compared` over the other slots."""
     if expr.op == "max":
         return "ops.largest(compared, (pos >= 0)[:, None], 1)"
     if expr.op == "min":
@@ -99,14 +99,14 @@ def _reduced(expr: Reduce, size: str) -> str:
 
 
 def _held(row: Row, expr: Expr, whose: str, along: str) -> Fragment:
-    """What the slot has, or the other one, along one side of a tile."""
+    """Print an operand of one slot, `own` or `other`, along its side of a tile."""
     name = row(expr)
     text = f"{whose}_{name}{along}"
     return Fragment(f"({text} != 0)" if is_condition(expr) else text, uses=(Use(whose, name),))
 
 
 def _loads(uses: Iterable[Use], whose: str, address: Callable[[str], str]) -> Iterator[Fragment]:
-    """Statements that load what is used."""
+    """Yield statements that load the operands in use."""
     i, pos, inside = ("i", "pos", "inside") if whose == "own" else ("j", "other_pos", "there")
     for name in names_of(uses, whose):
         if name == POSITION:
@@ -121,7 +121,7 @@ def _of_one_slot(expr: Expr) -> bool:
 
 @dataclass(frozen=True)
 class _PairPrinter(BlockPrinter):
-    """Float32 values over a tile of slots and other slots. `products`: what those of vectors are called."""
+    """Print float32 tiles [slots, other slots]. `products`: names of the products of vectors."""
 
     row: Row
     products: dict[Reduce, str]
@@ -148,7 +148,7 @@ class _PairPrinter(BlockPrinter):
 
 @dataclass(frozen=True)
 class _VectorPrinter(TilePrinter):
-    """Float32 values over slots, or the other ones, and the dims of their keys or values."""
+    """Print float32 tiles [slots, dims of keys or values], for the slots or the other ones."""
 
     row: Row
     whose: str

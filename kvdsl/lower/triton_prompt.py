@@ -1,9 +1,9 @@
-"""What a prompt's queries give the slots, as Triton: the kernels `observe` and `over_slots` of a generated `kernels_triton.py`.
+"""Lower the observation of a prompt to Triton: the kernels `observe` and `over_slots` of a generated `kernels_triton.py`.
 
-A program of `observe` has a block of slots, which blocks of queries pass: a value is a tile of [slots, queries], and what does not vary
-over one of these has size 1 there. So expressions read as they do in `settle`, where there is one query. A reduction over
-slots needs all of a query's, which no program of `observe` has: `over_slots`, launched before, finds these, one number a query.
-`kvdsl/runtime/gpu/observing.py` has what the text calls, and says why the order of queries does not matter.
+A program of `observe` owns a block of slots and loops over blocks of queries. A value is a tile [slots, queries], with size 1 along an
+axis that it does not vary over. So expressions print as in `settle`, which has one query. A reduction over slots needs all slots of a
+query, which no program of `observe` sees: the earlier launch `over_slots` computes these reductions, one number per query.
+`kvdsl/runtime/gpu/observing.py` has the device functions, and says why the order of queries does not matter.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _COUNTED = Use("helper", "count")
 _COUNT = Pass(
     (Fragment("count = tl.zeros([QUERIES], tl.float32)"),), (Fragment("count += tl.sum(visible.to(tl.float32), 0)"),)
 )
-"""How many slots each query sees: in a pass of its own, which reads positions only."""
+"""Counts the slots that each query sees, in a pass that reads positions only."""
 
 
 @dataclass(frozen=True)
 class PromptKernel:
-    """Parts of one of the kernels, one statement a line.
+    """Parts of one kernel, one statement a line.
 
     Attributes:
-        args: names of what it is given beyond what every policy's is.
-        numbers: what it reads of the policy's numbers: name and place in the table. `constants`: of its tensors of files, likewise.
-        columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
-            the same, with the place of each among the rings instead.
-        loops: passes of the queries over a block of slots, or of the slots past a block of queries.
+        args: names of the arguments that not every policy has.
+        numbers: the policy's numbers that the kernel reads: name and index in the table. `constants`: the same for tensors of files.
+        columns: name of each column that the kernel reads or writes, and its row in the table. `rings`: name of each ring, and its index
+            among the rings.
+        loops: loops over queries, for a block of slots, or over slots, for a block of queries.
     """
 
     args: tuple[str, ...]
@@ -59,7 +59,7 @@ class TritonPromptPlan:
     """The kernels that observe a prompt.
 
     Attributes:
-        over_slots: None where nothing is reduced over slots. `reductions`: the names of what it finds.
+        over_slots: None if the policy has no reduction over slots. `reductions`: names of its results.
     """
 
     observe: PromptKernel
@@ -68,8 +68,10 @@ class TritonPromptPlan:
 
 
 def triton_prompt_plan(step: Step) -> TritonPromptPlan | None:
-    """The Triton of a prompt, as `triton_plan` has it; None if it observes nothing, or torch does: a fold goes on query by
-    query, and here many are folded at once.
+    """Lower the observation of a prompt.
+
+    Returns:
+        None if the policy observes nothing, or has a `fold`: torch applies folds query by query, and these kernels read many at once.
     """
     if not step.observe or step.ruled("fold"):
         return None
@@ -122,7 +124,7 @@ def _observe(step: Step, hoisted: dict[Expr, str]) -> Pass:
 
 
 def _fold(column: Column, printer: BlockPrinter) -> tuple[Fragment, Fragment, Fragment]:
-    """What a column holds before the first query, what a tile does to it, and how that joins what is stored."""
+    """Print a column's initial value, its update by a tile, and the store that merges the result with the old value."""
     name, body = column.name, printer.value(column.body)
     old = f"tl.load({name}_at + i, mask=seen, other=0.0)"
     if column.rule == "ring":
@@ -158,7 +160,7 @@ def _row(n: int) -> str:
 
 
 def _from_queries(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
-    """Statements that give a tile's values the names that expressions read."""
+    """Yield statements that name the values which expressions read of a tile."""
     inputs = names_of(uses, "input")
     attn, logit = "attn" in inputs, "logit" in inputs
     if attn or logit:
@@ -173,7 +175,7 @@ def _from_queries(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
 
 
 def _of_tokens(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
-    """Statements that load what tokens have by themselves."""
+    """Yield statements that load the columns which tokens get when placed."""
     read = names_of(uses, "column")
     for column in step.place:
         if column.name in read:
@@ -184,7 +186,7 @@ def _of_tokens(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:
 
 
 def _over_slots(step: Step, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
-    """Loops that compute every reduction over slots, inner ones first, and the names these get."""
+    """Return loops that compute every reduction over slots, innermost first, and the names of the results."""
 
     def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
         if not isinstance(expr, Reduce) or expr.axis is not Axis.SLOT:
@@ -200,7 +202,7 @@ def _over_slots(step: Step, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Exp
 
 
 def _reduction(name: str, op: str, body: Fragment, before: tuple[Fragment, ...]) -> Pass:
-    """The loop of one reduction over slots, [1, QUERIES] in the end."""
+    """Return the loop of one reduction over slots, whose result is [1, QUERIES]."""
     if op in ("max", "min"):
         least = f'{name} = tl.full([QUERIES], float("{"-" if op == "max" else ""}inf"), tl.float32)'
         fold = fragment(f"{name} = ops.{op}imum({name}, {_OVER_SLOTS[op]}({{}}, visible))", body)

@@ -309,7 +309,7 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
         ("param budget = 8\nscore sum(attn)\nvictims shared by layers", "`victims shared by layers`"),
         (
             "param budget = 8\nscore max_pool(sum(attn), 3)\nvictims shared by heads",
-            "a pool of heads that agree on who leaves",
+            "a pool of heads that agree on their victims",
         ),
         ("param budget = 8\nscore norm2(k - mean(other(k) over others))", "what slots have of each other dim by dim"),
         ("param budget = 8\nscore max(sum(other(k) * v over dims) over others)", "what slots have of each other dim by dim"),
