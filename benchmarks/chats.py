@@ -30,6 +30,7 @@ POLICIES = {
     "H2O": ("h2o", {"budget": 320}),
     "a window": ("streaming_llm", {"budget": 320}),
     "thinking dropped": ("drop_thinking", {}),
+    "thinking dropped, gaps closed": ("drop_thinking with positions compact", {}),
     "tools decayed": ("decay_tools", {"budget": 320}),
 }  # fmt: skip
 TURNS = 4
