@@ -21,7 +21,7 @@ RECORD = ROOT / "docs" / "records" / "sentences.md"
 """Quotes what was written before."""
 
 LATER = (
-    "kvdsl/lower/triton.py", "kvdsl/lower/triton_", "kvdsl/runtime/gpu",
+    "kvdsl/lower/triton.py", "kvdsl/lower/triton_",
 )  # fmt: skip
 """What has yet to be rewritten. Take an entry out once its room is clean; add none."""
 
