@@ -51,7 +51,7 @@ def _target(live, budget, slack, max_drop):
 
 @triton.jit
 def _most(budget, slack):
-    return budget + tl.minimum(slack, -budget + ops.INT_MAX)  # this order works around the interpreters of Triton 3.7 and 3.8
+    return budget + tl.minimum(slack, -budget + ops.INT_MAX)  # in this order, for Triton's interpreter 3.7 and 3.8
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def ends(now, live, first, last):
 
 @triton.jit
 def lower(lowest, where, certain, i, pos, score, keep, first, last):
-    """Merge a block into the running state: the lowest unprotected keys, their slots, and the number of tokens at an end; [BLOCK] each."""
+    """Merge a block into the running state: the lowest unprotected keys, their slots, and counts of tokens at an end; [BLOCK] each."""
     key = _key(tl.cast(score, tl.float32), pos)
     lower = (pos >= 0) & (tl.cast(keep, tl.int32) == 0) & (key < lowest)
     certain += ((pos >= 0) & (pos <= first)).to(tl.int32) + (pos >= last).to(tl.int32)
@@ -355,9 +355,9 @@ def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
-    """Return a block of slots and their keys.
+    """Return a block of slots, and their keys.
 
-    Free slots and slots outside the class `members` have BELOW_ALL. The newest token of a protected class has ABOVE_ALL, so it is evicted last.
+    Free slots and slots outside the class `members` have BELOW_ALL. A protected class's newest token has ABOVE_ALL: it is evicted last.
     """
     i = start + tl.arange(0, BLOCK)
     inside = i < slots  # a mask of `i` alone permits wide loads; values of free slots are discarded below
@@ -413,7 +413,7 @@ def leave_together(position, slots, heads, BLOCK: tl.constexpr):
 @triton.jit
 def close_gaps(
     position,
-    rank,  # [N] int32: how many live slots hold an earlier token; freed slots still have theirs, other free slots -1
+    rank,  # [N] int32: number of live slots with an earlier token; stale in freed slots, -1 in free ones
     gaps,  # [N] int32: scratch
     slots,
     gone,  # the only freed slot; -1: maybe several

@@ -267,7 +267,7 @@ def count_power(x, y):
     """Return x ** y for a count: an integer wherever C returns one, which a logarithm's rounding would miss."""
     found = power(x, y)
     nearest = tl.floor(found + 0.5)
-    wide = tl.abs(tl.cast(y, tl.float64) * tl.log(tl.abs(tl.cast(x, tl.float64))))  # exp amplifies the relative error by this
+    wide = tl.abs(tl.cast(y, tl.float64) * tl.log(tl.abs(tl.cast(x, tl.float64))))  # exp amplifies errors by this
     return tl.where(tl.abs(found - nearest) <= 4e-16 * (2 + wide) * tl.abs(nearest), nearest, found)
 
 

@@ -51,7 +51,7 @@ CHIPS = {
     "hip:gfx90a": Chip("MI250X, a half", 110, 1.7, 1.6, 131072, 64 << 10, 0, 32),
     "hip:gfx942": Chip("MI300X", 304, 2.1, 5.3, 131072, 64 << 10, 0, 32),
 }
-"""From the vendors' data sheets, with the boost clock."""
+"""From the vendors' data sheets, with the highest clock."""
 
 _SCHEDULERS = 4
 _REGISTERS_AT_ONCE = 8

@@ -29,7 +29,7 @@ SIGN = tl.constexpr(-(2**31))
 
 @triton.jit
 def is_due(prompt, row, now, every):
-    """Return whether this query rebuilds the sketch: every `every` queries after the prompt's last one, and at position 0."""
+    """Return whether this query rebuilds the sketch: every `every` queries, counted from the prompt's last one, and at position 0."""
     return (now == 0) | ((now + 1 - tl.load(prompt + row)) % tl.maximum(every, 1) == 0)
 
 
@@ -332,7 +332,7 @@ def count_levels(
     first,
     end,
 ):
-    """Count a split's grades by level, after all are stored. Counting while grading would be slow: tiles are small, and threads share units."""
+    """Count a split's grades by level, after all are stored. While grading, tiles are small and several threads hold each grade."""
     tl.debug_barrier()
     counts = tl.zeros([LEVELS], tl.int32)
     for start in range(first, end, COUNTED):
