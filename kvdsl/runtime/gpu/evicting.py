@@ -239,7 +239,7 @@ def _newest_held(position, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Evict one slot, as every step of the steady state does. Return it, or -1 after TRIES attempts.
+    """Evict one slot, as every step of the steady state does. Return it, or -1 if TRIES attempts find none.
 
     Take the lowest slot and count the slots above it in each `keep top`. If a top protects it, try the next lowest.
     """

@@ -21,7 +21,7 @@ from kvdsl.runtime.gpu import ops
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# -- visibility -------------------------------------------------------------------------------------------------------
+# -- visibility --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def reach(order, low, high, first, cached, window, PADDED: tl.constexpr):
     return start, cached + place(order, high, first, True, PADDED) + 1
 
 
-# -- attention per query ------------------------------------------------------------------------------------------------
+# -- attention per query -----------------------------------------------------------------------------------------------
 
 
 @triton.jit

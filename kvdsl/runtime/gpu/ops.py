@@ -236,8 +236,8 @@ def tanh(x):
 def acos(x):
     """Return the arc cosine, accurate to two units in the last place.
 
-    Up to 0.5 the arc sine is a polynomial, the Chebyshev fit of (asin(x) / x - 1) / x**2, and acos(x) = pi / 2 - asin(x). Above,
-    acos(x) = 2 * asin(sqrt((1 - x) / 2)).
+    For |x| up to 0.5 the arc sine is a polynomial, the Chebyshev fit of (asin(x) / x - 1) / x**2, and acos(x) = pi / 2 - asin(x). Above,
+    acos(|x|) = 2 * asin(sqrt((1 - |x|) / 2)).
     """
     size = tl.abs(x)
     near = size > 0.5
@@ -409,7 +409,7 @@ def least(x, mask):
     return -largest(-x, mask)
 
 
-# -- reductions over the dims of one vector, or of a tile with one vector per slot (axis 1) --------------------------------
+# -- reductions over the dims of one vector, or of a tile with one vector per slot (axis 1) ----------------------------
 
 
 @triton.jit
@@ -448,7 +448,7 @@ def min_over(x, there, AXIS: tl.constexpr):
     return -largest(-x, there, AXIS)
 
 
-# -- reductions of a token's own data: float64, in the order that all backends share (docs/language.md) ------------------
+# -- reductions of a token's own data: float64, in the order that all backends share (docs/language.md) ----------------
 
 
 @triton.jit
