@@ -100,7 +100,7 @@ def attend(
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
     if KV == "int4":
-        mixed_q = packed.plain(q, D, D_PAD, KV)  # scaled by 1 / block: `mixed_q` with mixed keys equals `q` with plain ones
+        mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block: mixed_q · mixed key = q · plain key
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
         if KV == "model":
