@@ -55,17 +55,6 @@ def test_pages_messages_and_policies_have_none() -> None:
     assert [str(one) for file in files for one in style.findings(file, WORDS)] == []
 
 
-def test_every_exception_is_still_one() -> None:
-    """A room that is clean by now is linted with the others."""
-    for room in style.LATER:
-        files = (
-            [style.ROOT / room]
-            if room.endswith(".md")
-            else style.ROOT.glob(f"{room}/**/*.py" if (style.ROOT / room).is_dir() else f"{room}*")
-        )
-        assert any(list(style.findings(file, WORDS)) for file in files), room
-
-
 def test_the_fifty_sentences_are_what_their_files_say_now() -> None:
     rows = re.findall(
         r"^\| (\d+) \| (?:`[^`]+` → )?`([^`]+)` \| (.+) \| (.+) \|$", read("docs/records/sentences.md"), re.MULTILINE

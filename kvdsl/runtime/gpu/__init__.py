@@ -1,1 +1,1 @@
-"""The Triton backend: what generated `kernels_triton.py` call. Imported only where triton is and serves."""
+"""The Triton backend: the functions that generated `kernels_triton.py` call. Importing it requires triton."""

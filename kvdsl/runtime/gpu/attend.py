@@ -1,24 +1,22 @@
-"""Attention of one new token over the slots, split over programs: the launch before the last of a decode step's two, or of
-more where the query attends to a selection or a hard cap asks for room.
+"""Attention of one new token over the slots, split over programs. `settle` follows it in every decode step.
 
 Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value.
-    R: rows of the cache; B, unless the step is of some of them.
-    S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
+    R: rows of the cache; B, unless the step serves only some of them.
+    S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes rounded up to powers of two.
 
-Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and asks for it before
-all others, so that nobody waits for it alone. The launch that
-follows (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
+Every program reads its keys and values once. The new token has no slot yet, so split 0 attends to it as well; it loads that key and
+value first, which hides their latency. The next launch (`settle`, generated per policy) places the token and combines the splits.
 
-Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
+If the query attends to a selection (see `kvdsl.runtime.gpu.select`), the programs share the chosen slots and read them in place.
 
-Under compact positions (TURNS) keys are turned as they are read, pairs of dims at a time; see `kvdsl.runtime.gpu.rotate`.
+Under compact positions (TURNS) the kernel rotates keys as it reads them, in pairs of dims; see `kvdsl.runtime.gpu.rotate`.
 
-With SIZE, keys and values lie in blocks of so many slots; see `kvdsl.runtime.gpu.layout`.
+With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.layout`.
 
-KV is the cache's `kv_dtype`; see `kvdsl.runtime.gpu.packed`. In `int4` keys and values are mixed by a Hadamard matrix, so the query is
-mixed once, and `settle` turns the weighted sum of the values back. A mixed query that is not finite would make every score NaN. It meets
-plain keys instead.
+KV is the cache's `kv_dtype`; see `kvdsl.runtime.gpu.packed`. In `int4` a Hadamard matrix mixes keys and values: the kernel mixes the
+query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score NaN, so such a query
+is multiplied by plain keys instead.
 """
 
 from __future__ import annotations
@@ -31,38 +29,38 @@ from kvdsl.runtime.gpu import layout, ops, packed, rotate
 
 @triton.jit
 def attend(
-    which,  # [B] int32: if SOME, the row of the cache that each row is
+    which,  # [B] int32: if SOME, each row's row of the cache
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D], or heads of other lengths one behind the other, or blocks of a pool
-    values,  # [R, H, N, E], likewise
+    keys,  # [R, H, N, D], or heads of different lengths in sequence, or blocks of a pool
+    values,  # [R, H, N, E], in the same layout
     first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
-    table,  # [B, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind the head's first row
-    position,  # [R, H, N] int32, below 0: free
+    table,  # [B, blocks of a row] int64: if SIZE, each block's offset from the head's first row, in blocks
+    position,  # [R, H, N] int32; negative: free
     seen,  # [R] int32: the new token's position
-    newest,  # [B] int32: gets `seen`, for the second launch
-    part,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
-    top,  # [B, H, S, G] float32: gets the largest logit
-    total,  # [B, H, S, G] float32: gets the sum of exp(logit - top)
-    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none. Not written if SELECTS
-    held,  # [B, H, S] int32: gets how many tokens the split holds, likewise
+    newest,  # [B] int32: receives `seen`, for `settle`
+    part,  # [B, H, S, G, E] float32: receives each split's sum of exp(logit - top) * value
+    top,  # [B, H, S, G] float32: receives the largest logit
+    total,  # [B, H, S, G] float32: receives the sum of exp(logit - top)
+    first_free,  # [B, H, S] int32: receives the split's first free slot; N or more: none. Not written if SELECTS
+    held,  # [B, H, S] int32: receives the split's number of tokens. Not written if SELECTS
     chosen,  # [B, H, N] int32: if SELECTS, the slots to attend to
-    found,  # [B, H] int32: how many those are
-    joins,  # [B, H] int32: whether the new token is one
-    logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
-    new_logits,  # [B, H, G] float32: gets the new token's
+    found,  # [B, H] int32: the number of chosen slots
+    joins,  # [B, H] int32: whether the new token is chosen
+    logits,  # [B, H, G, N] float32: receives the logits if LOGITS
+    new_logits,  # [B, H, G] float32: receives the new token's if LOGITS
     rank,  # [R, H, N] int32: if TURNS, how many live slots hold an earlier token
-    length,  # [R, H] int32: how many tokens the head holds
-    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
-    slopes,  # [H * G] float32: if BIASED, what each place that a token stands behind the query takes from its logit
-    angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
+    length,  # [R, H] int32: the head's number of tokens
+    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the rotated halves of the keys
+    slopes,  # [H * G] float32: if BIASED, subtracted from a logit per position between token and query
+    angles,  # float32: cosines and sines of rotations, see `kvdsl.runtime.angles.digits`
     slots,
     scaling,
     softcap,  # 0: none
-    window,  # queries see this many tokens; 2**30: all
+    window,  # tokens that a query sees; 2**30: all
     SOME: tl.constexpr,
-    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
+    SIZE: tl.constexpr,  # slots per block of the pool; 0: no blocks
     KV: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -73,20 +71,20 @@ def attend(
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
     BIASED: tl.constexpr,
-    RANKED: tl.constexpr,  # whether such places are counted among the live tokens, not in the text
+    RANKED: tl.constexpr,  # whether that distance counts live tokens instead of text positions
     SELECTS: tl.constexpr,
-    DENSE: tl.constexpr,  # whether slots lie one after another and free ones are few, as they are for a query without a window
+    DENSE: tl.constexpr,  # whether slots are contiguous and few are free or outside the window
     TURNS: tl.constexpr,
     HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,  # that turn, from dim OFFSET on
+    PAIRS: tl.constexpr,  # rotated pairs of dims, from dim OFFSET on
     P_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,  # dims that do not; 0 for none
+    R_PAD: tl.constexpr,  # dims that are not rotated; 0: none
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
-    DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
-    PRECISION: tl.constexpr,  # of such products, where it is float32
+    DOT: tl.constexpr,  # dtype of matrix products: the model's, or float32 in the interpreter, which lacks bfloat16
+    PRECISION: tl.constexpr,  # input precision of float32 matrix products
 ):
-    """One split of one KV head of one row; the grid is (S, H, B)."""
+    """Attend over one split of one KV head of one row. The grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     own_row = ops.row_of(which, row, SOME)
@@ -102,14 +100,14 @@ def attend(
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
     if KV == "int4":
-        mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block, which plain keys are multiplied by
+        mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block: mixed_q · mixed key = q · plain key
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
         if KV == "model":
             q_first, q_second, q_other = rotate.parts(
                 query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
             )
-        evicted = now - tl.load(length + own_pair)  # from before the new token
+        evicted = now - tl.load(length + own_pair)  # among the tokens before the new one
 
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
@@ -122,7 +120,7 @@ def attend(
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
-    reach = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot is never above its position
+    reach = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot never exceeds its position
     per_split = tl.cdiv(tl.cdiv(reach, splits), BLOCK) * BLOCK
     first = split * per_split
     for start in range(first, tl.minimum(first + per_split, reach), BLOCK):
@@ -137,7 +135,7 @@ def attend(
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
-        # Where nearly all slots are taken, free ones are read too: then no load waits for positions, and they are rounds ahead.
+        # DENSE reads the few invisible slots too: then loads do not depend on positions, and the compiler prefetches them.
         there = inside if DENSE else visible
         at = layout.rows(i, there, table, SIZE)
         if TURNS:
@@ -190,7 +188,7 @@ def attend(
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
         v = packed.load(values, at, there, E, E_PAD, KV)
-        if DENSE:  # what free slots hold may not be finite, which a weight of 0 does not undo
+        if DENSE:  # invisible slots may hold NaN or inf, and 0 * NaN is NaN
             v = tl.where(visible[:, None], v, 0.0)
         acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
 
@@ -216,7 +214,7 @@ def attend(
 
 @triton.jit
 def _capped(logit, softcap):
-    """The capped logit, softcap * tanh(logit / softcap)."""
+    """Return softcap * tanh(logit / softcap), or the logit itself if softcap is 0."""
     if softcap > 0:
         logit = softcap * ops.tanh(logit / softcap)
     return logit
@@ -224,9 +222,9 @@ def _capped(logit, softcap):
 
 @triton.jit
 def _fold(best, weight, acc, logit):
-    """Take further logits, [G, n], into the running softmax; gives their weights, too."""
+    """Add logits, [G, n], to the running softmax. Return its updated state and their weights, [G, n]."""
     higher = tl.maximum(best, tl.max(logit, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: exp(-inf - 0) = 0
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # no visible token so far: exp(-inf - 0) = 0
     p = tl.exp(logit - base[:, None])
     shrink = tl.exp(best - base)
     return higher, weight * shrink + tl.sum(p, 1), acc * shrink[:, None], p

@@ -1,9 +1,15 @@
-"""The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap,
-one (with a hard cap two) where the layer's heads agree on who leaves, and where slots lie in blocks one, or two if any leave. Of a
-prompt torch's attention, and one launch or two for its statistics.
+"""The Triton backend.
 
-In a step nothing waits for the device, and everything that the kernels work in is allocated once, so that it can be captured in a
-CUDA graph.
+A decode step launches `attend` and `settle` per layer and token. Further launches:
+
+- a selection adds `look` and `choose`, and `vote` if heads choose together;
+- a hard cap adds `make_room`;
+- heads that agree on victims add `agree`, twice under a hard cap;
+- slots in blocks add `take`, and `give_back` if the layer evicts.
+
+A prompt uses torch's attention, and one or two launches for its statistics.
+
+A step never waits for the device, and all scratch memory is allocated in advance. So a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -62,10 +68,10 @@ _PROCESSORS_IN_THE_INTERPRETER = 8
 
 
 class TritonBackend:
-    """Serves one policy's layers on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
+    """Serve one policy's layers on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
     Raises:
-        KvdslError: if the policy has no Triton kernels, if they cannot take such tensors, or if Triton is too old.
+        KvdslError: if the policy has no Triton kernels, the kernels do not support the device or dtype, or Triton is too old.
     """
 
     name = "triton"
@@ -85,16 +91,16 @@ class TritonBackend:
         self._dot = tl.float32 if interpreted() else DTYPES[dtype]
 
     def __deepcopy__(self, memo: dict[int, object]) -> TritonBackend:
-        """Itself: it holds nothing of a cache, so that copies of one share it."""
+        """Return itself: the backend holds no cache state, so copies of a cache share it."""
         return self
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.torch.prefill.prefill`."""
+        """Attend to a prompt and fill the slots; see `kvdsl.runtime.torch.prefill.prefill`."""
         with on(call.query.device):
             attend = partial(attend_and_observe, observe=self._fold)
             out = prefill(state, call, attend, partial(settle_prompt, self.kernels))
-        # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
-        # still wait for each other: their caches grow.
+        # Allocate now: a compiled step receives these tensors as inputs, and a captured one cannot wait for the host. Caches of layers
+        # that share a budget may still grow, so they allocate later.
         if state.allocated and not state.room.grows:
             stays_where_it_is(*workspace(state, self.kernels, sizes_of(call)).tensors.values())
             if state.spec.compact:
@@ -106,12 +112,13 @@ class TritonBackend:
         return out
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
-        """Have the state work in the tensors of another one's workspace, whose slots are alike."""
+        """Use another state's workspace tensors for this state. Both states need slots of the same shape."""
         workspace(state, self.kernels, sizes_of(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`. It serves where distances count, where logits are far from 0, and for policies
-        that fold query by query.
+        """Fold a prompt into the statistics; see `kvdsl.runtime.torch.statistics.observe`.
+
+        torch folds if logits have a distance bias, if they are far from 0, and for policies that fold query by query.
         """
         folds = not hasattr(self.kernels, "observe")
         if folds or prompt.call.slopes is not None or statistics.is_far(prompt, lse):
@@ -121,10 +128,10 @@ class TritonBackend:
 
     @plain_tensors()
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
+        """Decode the new tokens one by one. Return [batch, tokens, query_heads, value_dim].
 
         Raises:
-            KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
+            KvdslError: if the new tokens differ from the cache in dtype or sizes: kernels receive bare pointers.
         """
         state.check_fits(call.key, call.value, *state.position.shape[:2])
         tokens = call.query.shape[2]
@@ -141,12 +148,12 @@ class TritonBackend:
     def decode_token(
         self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None
     ) -> Tensor:
-        """One new token of every row, or of some rows of a state that has all that its kernels read.
+        """Decode one new token of every row, or of some rows. The state already has all tensors that the kernels read.
 
         Args:
-            t: which of the call's tokens.
-            work: for at least as many rows as the call has.
-            which: int32 [batch], the rows of the state that the call's are, no two the same; None: all, in order.
+            t: index of the token in the call.
+            work: a workspace for at least the call's rows.
+            which: int32 [batch], the state's row of each of the call's rows, without duplicates; None: all, in order.
 
         Returns:
             [batch, 1, query_heads, value_dim].
@@ -173,7 +180,7 @@ class TritonBackend:
     def _launches(
         self, state: SlotState, call: AttentionCall, work: Workspace, fresh: Mapping[str, Tensor | None]
     ) -> Iterator[Launch]:
-        """What one token launches, in order."""
+        """Yield the launches of one token, in order."""
         batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
         sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
@@ -184,7 +191,7 @@ class TritonBackend:
         arguments = work.tensors | {
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
-            **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
+            **dict.fromkeys(("rank", "length", "half_keys", "table")),  # only some states have these
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": blocks,
             "batch": batch, "cache_rows": cache_rows, "heads": heads,
@@ -225,23 +232,23 @@ class TritonBackend:
 
 
 _prepared: weakref.WeakKeyDictionary[Workspace, Prepared] = weakref.WeakKeyDictionary()
-"""The launches in every workspace, from its last token that was of another kind than the one before."""
+"""Each workspace's launches, prepared for its most recent kind of token."""
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
-    """How attention turns keys; None where it sees them where they stood in the text."""
+    """Return the rotation that attention applies to cached keys; None without compact positions."""
     return call.rope if state.spec.compact else None
 
 
 def _first_rows(state: SlotState) -> Tensor:
-    """How many rows of the stored keys lie before each head's first, int64 [batch, kv_heads]; what a flat array has itself."""
+    """Return the row offset of each head's first key, int64 [batch, kv_heads]."""
     batch, heads, slots = state.position.shape
     pair = torch.arange(batch * heads, device=state.position.device).view(batch, heads)
     return pair % heads * (state.layout.blocks * state.layout.size) if isinstance(state.layout, Blocks) else pair * slots
 
 
 def sizes_of(call: AttentionCall) -> Sizes:
-    """What the kernels are cut by."""
+    """Return the sizes that determine the kernels' constants."""
     key, value = call.key, call.value
     return Sizes(
         call.query.shape[1] // key.shape[1], key.shape[-1], value.shape[-1], key.element_size(), is_hopper(key.device)
@@ -249,18 +256,18 @@ def sizes_of(call: AttentionCall) -> Sizes:
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, which takes tensors on CPUs."""
+    """Return whether kernels run in Triton's interpreter, which accepts CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def chooses_pages(kernels: Any) -> bool:
-    """Whether what a query attends to is chosen page by page."""
+    """Return whether the policy selects whole pages."""
     return hasattr(kernels, "choose") and "window" in kernels.choose.arg_names
 
 
 @lru_cache
 def kernels_of(source: Path) -> Any:
-    """The module of generated kernels."""
+    """Import the generated kernels; one module per path."""
     spec = importlib.util.spec_from_file_location(f"{source.parent.name}.{source.stem}", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -268,18 +275,17 @@ def kernels_of(source: Path) -> Any:
     return module
 
 
-# -- what the kernels work in ------------------------------------------------------------------------------------------
+# -- scratch tensors ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Tensors of one layer that live from one launch to the next; nothing in them outlives a token.
+    """One layer's scratch tensors. Launches of one token pass data through them; the next token overwrites it.
 
     Attributes:
-        fits: the shapes that it was made for.
-        tensors: by the name that the kernels have for them.
-        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`. choosers: see
-            `sizes.choosers`.
+        fits: what it was allocated for; see `fits`.
+        tensors: by kernel argument.
+        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`. choosers: see `sizes.choosers`.
         width: dims of the sketch, 0 without one.
     """
 
@@ -294,7 +300,7 @@ class Workspace:
 
 
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
-    """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
+    """Return the layer's workspace. Rebuild it, from `tensors` if given, when the slots are new or have grown."""
     known = state.workspace
     if not isinstance(known, Workspace) or known.fits != fits(state, kernels, sizes):
         state.workspace = workspace_of(state, kernels, sizes, len(state.position), tensors)
@@ -304,7 +310,7 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, T
 def workspace_of(
     state: SlotState, kernels: Any, sizes: Sizes, batch: int, tensors: dict[str, Tensor] | None = None
 ) -> Workspace:
-    """A workspace for steps of so many rows."""
+    """Return a new workspace for steps of `batch` rows."""
     _, heads, slots = state.position.shape
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(*cut)
@@ -315,7 +321,7 @@ def workspace_of(
 
 
 def fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
-    """What a workspace is made for, but for the rows of its steps."""
+    """Return all that a workspace depends on, except the rows of its steps."""
     shapes = (state.position.shape, state.layout.key_pool.shape)
     return (
         *shapes,

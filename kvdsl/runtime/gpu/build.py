@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, for GPUs that this machine need not have, and what they take of them."""
+"""Ahead-of-time compilation of kernels, also for GPUs that this machine lacks, with their resource usage."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ from kvdsl.runtime.gpu.sizes import (
 from kvdsl.runtime.rope import Rope
 
 DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32, 4)}
-"""Of models: in Triton's words, and the bytes of a number."""
+"""Model dtypes: Triton's dtype, and bytes per element."""
 
 SPLITS = 32
-"""Of a KV head, as kernels are compiled here."""
+"""Splits per KV head that ahead-of-time compilation assumes."""
 
 PIECES = 4
-"""Of a KV head in `settle`, likewise."""
+"""Programs of `settle` per KV head that it assumes."""
 
 CHOOSERS = 16
-"""Of a KV head in `choose`."""
+"""Programs of `choose` per KV head that it assumes."""
 
 SKETCHED = 16
-"""Dims of a sketch."""
+"""Dims of a sketch that it assumes."""
 
 STRIDES = tuple(
     f"{tensor}_{dim}"
     for tensor, dims in (("query", ("row", "head", "token")), ("key", ("row", "head", "slot")))
     for dim in dims
 )
-"""Of `observe`'s arguments; multiples of a head's size."""
+"""Stride arguments of `observe`: multiples of the head size."""
 
 OF_STEPS = ("slots", "per_split", "per_piece", "width")
-"""Of the arguments of a step's kernels; multiples of 16, as blocks of slots and sketches here are."""
+"""Arguments of a decode step's kernels that are multiples of 16, like blocks of slots and sketches."""
 
 OF_PROMPTS = ("over_slots", "observe")
-"""Kernels whose slots are a prompt's tokens, however many; in a step they are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
+"""Kernels over a prompt's tokens, in any number. A decode step's slots are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
 
 _OF_THE_MODEL = frozenset(
     ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds", "half_keys")
@@ -111,17 +111,17 @@ _TYPES = {
     "real": "*i1",
     "numbers": "*fp64",
 }
-"""Of the kernels' other arguments, in Triton's words."""
+"""Triton types of the kernels' other arguments."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape, as far as kernels are compiled for it.
+    """The properties of a model and its cache that kernels are compiled for.
 
     Attributes:
-        group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
-        some_rows: whether a step is of some rows of the cache, as in a serving engine (`kvdsl.runtime.gpu.rows`).
-        block: slots of a block, 0 where they lie in place. halves: whether keys' rotated halves are kept, where they turn.
+        group: query heads per KV head. head_dim: size of a key and of a value. dtype: one of `DTYPES`.
+        some_rows: whether a step serves some of the cache's rows, as in a serving engine (`kvdsl.runtime.gpu.rows`).
+        block: slots per block; 0: contiguous slots. halves: whether the cache stores rotated halves of keys, under compact positions.
         kv_dtype: the cache's. Unless it is `model`, kernels receive float32 vectors from a model of any dtype.
     """
 
@@ -140,20 +140,20 @@ class Shape:
 
     @property
     def sizes(self) -> Sizes:
-        """What the kernels are cut by."""
+        """The sizes that determine the kernels' constants."""
         return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.read][1])
 
     @property
     def rope(self) -> Rope:
-        """Under compact positions all of a key turns, its first half with its second."""
+        """The rotation under compact positions: all dims, the first half paired with the second."""
         return Rope(torch.zeros(self.head_dim // 2), "half")
 
 
 def parse_target(text: str) -> GPUTarget:
-    """`cuda:90` or `hip:gfx942`.
+    """Parse a target such as `cuda:90` or `hip:gfx942`.
 
     Raises:
-        KvdslError: if it is neither.
+        KvdslError: if the text is not such a target.
     """
     backend, _, arch = text.partition(":")
     if backend == "cuda" and arch.isdigit():
@@ -166,15 +166,15 @@ def parse_target(text: str) -> GPUTarget:
 def build(
     stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None, step: Workload | None = None
 ) -> Iterator[Row]:
-    """Compile a policy's kernels for every target.
+    """Compile a policy's kernels for every target. Yield one row per kernel and target.
 
     Args:
-        stem: the policy's name for the report. source: its `kernels_triton.py`.
-        shape: of the model; four query heads a KV head and heads of 128 in bfloat16 if None.
-        step: have a report of the machine code, with times estimated for such a step.
+        stem: the policy's name in the report. source: its `kernels_triton.py`.
+        shape: the model's; None: four query heads per KV head, head size 128, bfloat16.
+        step: report on the machine code too, with time estimates for this step.
 
     Raises:
-        KvdslError: in Triton's interpreter, which compiles nothing; or if Triton is too old, or refuses a kernel.
+        KvdslError: in Triton's interpreter, which compiles nothing; if Triton is too old, or cannot compile a kernel.
     """
     check_release()
     if interpreted():
@@ -187,7 +187,7 @@ def build(
 
 
 def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
-    """A policy's kernels in the order in which they are launched: name, function, constants and options."""
+    """Yield a policy's kernels in launch order: name, function, constants, options."""
     arguments = kernels.settle.arg_names
     sizes = replace(shape.sizes, hopper=(target.backend, target.arch) == ("cuda", 90))
     selects = "SELECTS" in arguments
@@ -227,7 +227,7 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
 
 
 def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, Any]:
-    """Constants that kernels share. Tensors that a policy does not have are None."""
+    """Return the constants that all kernels share. Tensors that the policy lacks are None."""
     constants = {
         "LOGITS": "logits" in arguments,
         "DOT": DTYPES[shape.read][0],
@@ -257,17 +257,17 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel with what it is compiled with; `dtype`: see `Shape.read`."""
+    """A kernel and its constants; `dtype`: see `Shape.read`."""
 
     function: Any
     constants: dict[str, Any]
     dtype: str
 
     def source(self, multiples: tuple[str, ...]) -> Any:
-        """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them.
+        """Return the kernel with its argument types. torch aligns tensors to at least 16 bytes.
 
         Args:
-            multiples: numbers among them that are multiples of 16.
+            multiples: integer arguments that are multiples of 16.
         """
         names = self.function.arg_names
         signature = {name: "constexpr" if name in self.constants else self._type(name) for name in names}
@@ -296,7 +296,7 @@ def _row(
         )
     except Exception as error:
         said = error
-        while said.__cause__ is not None:  # what a function says that a kernel calls
+        while said.__cause__ is not None:  # the innermost error comes from a function that the kernel calls
             said = said.__cause__  # type: ignore[assignment]
         raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {said}") from error
     ms = (time.perf_counter() - begun) * 1e3
@@ -306,7 +306,7 @@ def _row(
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
-    """Registers, and bytes of a thread's stack, of the binary itself. The kernels have no arrays: on a stack there are spills."""
+    """Return registers and spilled bytes per thread, from the binary. The kernels have no local arrays, so the stack holds only spills."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
@@ -316,8 +316,9 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
-    """Registers, and bytes of a thread's scratch memory, from the metadata of the object. Scalars that find a place in another
-    vector register, as they do, are in none of that memory.
+    """Return vector registers and bytes of scratch memory per thread, from the object's metadata.
+
+    Scalars that spill to vector registers use no scratch memory.
     """
     text = compiled.asm["amdgcn"]
     return _found(r"\.vgpr_count:\s*(\d+)", text), _found(r"\.private_segment_fixed_size:\s*(\d+)", text)

@@ -1,10 +1,11 @@
-"""Device functions of the second launch of a decode step, `settle`: who leaves.
+"""Device functions of `settle` that choose and evict victims.
 
-The programs of `settle` share a KV head's slots: each ranks its own, and finds the one of them that leaves first. The last to arrive
-takes the lowest of these. No two slots have the same key, so that it does not matter in which order they come.
+The programs of `settle` share a KV head's slots. Each ranks its own slots and finds its first victim; the last program to finish takes
+the lowest of these. No two slots have the same key, so the result does not depend on the programs' order.
 
-The order in which slots leave is the one of `kvdsl.runtime.torch.settle`: the lowest score first, a NaN below everything, -0 like +0, of
-equal scores the older one; protected slots only when there are no others, those at the ends last, and the newest token last of its class.
+`kvdsl.runtime.torch.settle` defines the order of eviction: the lowest score is evicted first, NaN ranks lowest, -0 equals +0, and among
+equal scores the older token is evicted. Protected slots are evicted only when no others are left, those at the ends last, and the newest
+token last in its class.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import ops
 
-UNPROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(-1)  # which slots count: a class of `kept`, or all
-CLASSES = tl.constexpr(3)  # the unprotected, the protected, and the first and last tokens where these leave last
-NOBODY = tl.constexpr(-1)  # in the place of the token that is the last to leave, where protected ones do not leave
+UNPROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(-1)  # which slots to rank: a class of `kept`, or all
+CLASSES = tl.constexpr(3)  # unprotected, protected, and first and last tokens that are evicted last
+NOBODY = tl.constexpr(-1)  # passed as `newest` where no token is exempt
 TRIES = tl.constexpr(8)
-FLIP = tl.constexpr(-(2**31))  # of signed words makes such whose digits are in their order
+FLIP = tl.constexpr(-(2**31))  # flips the sign bit, so that unsigned digits sort like signed words
 WIDE = tl.constexpr(2048)
-"""Slots that a program takes at once where it goes over all of its head's; of its own share it takes fewer, with the logits of each."""
+"""Slots per iteration over all slots of a head. Iterations over a program's share take fewer, because they also hold logits."""
 
 
 @triton.jit
 def overflow(live, budget, trigger, slack, max_drop):
-    """How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or with max_drop
-    by so many at a time, to no more than budget + slack.
+    """Return how many tokens to evict.
+
+    Below `trigger` tokens over the budget: none; a trigger of 0 never fires. Otherwise evict down to the budget. With `max_drop`, evict
+    at most that many, but always down to budget + slack.
     """
     leaving = tl.maximum(live - _target(live, budget, slack, max_drop), 0)
     return tl.where((trigger > 0) & (live - budget >= trigger), leaving, 0)
@@ -34,32 +37,32 @@ def overflow(live, budget, trigger, slack, max_drop):
 
 @triton.jit
 def overflow_before_placing(live, budget, trigger, slack, max_drop):
-    """How many tokens must leave so that one more does not exceed the hard cap, budget + slack, whatever the trigger."""
+    """Return how many tokens to evict so that one more fits the hard cap, budget + slack. The trigger does not matter."""
     leaving = tl.maximum(live + 1 - _target(live + 1, budget, slack, max_drop), 0)
     return tl.where(live + 1 > _most(budget, slack), leaving, 0)
 
 
 @triton.jit
 def _target(live, budget, slack, max_drop):
-    """To how many a prune goes."""
+    """Return how many tokens remain after eviction."""
     staged = tl.minimum(tl.maximum(live - max_drop, budget), _most(budget, slack))
     return tl.where(max_drop > 0, staged, budget)
 
 
 @triton.jit
 def _most(budget, slack):
-    return budget + tl.minimum(slack, -budget + ops.INT_MAX)  # in this order, for interpreters of Triton 3.7 and 3.8
+    return budget + tl.minimum(slack, -budget + ops.INT_MAX)  # in this order, for Triton's interpreter 3.7 and 3.8
 
 
 @triton.jit
 def tokens_held(position, slots, BLOCK: tl.constexpr):
-    """How many slots hold a token."""
+    """Return how many slots hold a token."""
     return _at_most(position, slots, ops.INT_MAX, BLOCK)
 
 
 @triton.jit
 def first_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
-    """The position up to which tokens are among the first n; -1 for none."""
+    """Return the position of the n-th token from the start: tokens up to it are the first n. -1: none."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     last = -1
     if n >= live:
@@ -71,7 +74,7 @@ def first_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
-    """The position from which on tokens are among the last n; above the newest for none."""
+    """Return the position of the n-th token from the end: tokens from it on are the last n. newest + 1: none."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     from_here = newest + 1
     if n >= live:
@@ -85,8 +88,8 @@ def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _nth_position(position, slots, newest, live, n, BLOCK: tl.constexpr):
-    """The n-th lowest position that is held. Mostly the tokens on one side of it are contiguous, which one count proves."""
-    low, high = n - 1, newest - (live - n)  # it lies here
+    """Return the n-th lowest cached position. The tokens on one side of it are usually contiguous, which one count confirms."""
+    low, high = n - 1, newest - (live - n)  # bounds of the result
     tried = 0
     while low < high:
         middle = tl.where(tried == 0, low, tl.where(tried == 1, high - 1, low + (high - low) // 2))
@@ -100,7 +103,7 @@ def _nth_position(position, slots, newest, live, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _at_most(position, slots, bar, BLOCK: tl.constexpr):
-    """How many tokens have a position up to this one."""
+    """Return how many tokens have a position up to `bar`."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -111,7 +114,7 @@ def _at_most(position, slots, bar, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(x, pos):
-    """One integer for a slot's place in the order: of equal grades the older is lower. No two slots have the same."""
+    """Return unique int64 sort keys: by grade, then by position."""
     return (ops.grade(x).to(tl.int64) << 32) | pos.to(tl.int64)
 
 
@@ -120,15 +123,13 @@ def _key(x, pos):
 
 @triton.jit
 def ends(now, live, first, last):
-    """The positions up to which and from which on the `first` tokens and the `last` are protected, if none of these has left."""
+    """Return the last position of the `first` tokens and the first position of the `last`, if none of these has been evicted."""
     return tl.minimum(first, live) - 1, now + 1 - tl.minimum(last, live)
 
 
 @triton.jit
 def lower(lowest, where, certain, i, pos, score, keep, first, last):
-    """Take a block into what was found so far: the lowest key that is not protected, [BLOCK], its slot, and how many tokens are
-    at an end.
-    """
+    """Merge a block into the running state: the lowest unprotected keys, their slots, and counts of tokens at an end; [BLOCK] each."""
     key = _key(tl.cast(score, tl.float32), pos)
     lower = (pos >= 0) & (tl.cast(keep, tl.int32) == 0) & (key < lowest)
     certain += ((pos >= 0) & (pos <= first)).to(tl.int32) + (pos >= last).to(tl.int32)
@@ -137,7 +138,7 @@ def lower(lowest, where, certain, i, pos, score, keep, first, last):
 
 @triton.jit
 def leaves_first(lowest, where):
-    """The lowest key of several, and its slot; -1 if all are protected."""
+    """Return the lowest of several keys, and its slot; -1 if all slots are protected."""
     key = tl.min(lowest, 0)
     return key, tl.max(tl.where(lowest == key, where, -1), 0)
 
@@ -145,9 +146,9 @@ def leaves_first(lowest, where):
 @triton.jit
 def arrive(
     arrived,  # see `ops.last_to_arrive`
-    lowest,  # [B, H, PIECES] int64: gets each program's lowest key
-    victim,  # [B, H, PIECES] int32: gets its slot
-    certain,  # [B, H, PIECES] int32: gets how many of its tokens are at an end
+    lowest,  # [B, H, PIECES] int64: receives each program's lowest key
+    victim,  # [B, H, PIECES] int32: receives its slot
+    certain,  # [B, H, PIECES] int32: receives the number of its tokens at an end
     pair,
     piece,
     pieces,
@@ -155,7 +156,7 @@ def arrive(
     own_where,
     own_certain,
 ):
-    """Leave what the program found where the last to arrive finds it; says whether this one is the last."""
+    """Store what this program found. Return whether it is the last of its head's programs to finish."""
     key, slot = leaves_first(own_lowest, own_where)
     mine = pair * pieces + piece
     tl.store(lowest + mine, key)
@@ -166,7 +167,7 @@ def arrive(
 
 @triton.jit
 def found_by_all(lowest, victim, certain, pair, pieces, PIECES_PAD: tl.constexpr):
-    """The slot of the head that leaves first, -1 if all are protected; and how many tokens are at an end."""
+    """Return the head's first victim, -1 if all slots are protected, and the number of tokens at an end."""
     p = tl.arange(0, PIECES_PAD)
     mine, there = pair * pieces + p, p < pieces
     keys = tl.load(lowest + mine, mask=there, other=ops.ABOVE_ALL)
@@ -176,8 +177,10 @@ def found_by_all(lowest, victim, certain, pair, pieces, PIECES_PAD: tl.constexpr
 
 @triton.jit
 def unless_some_left(position, kept, slot, found, slots, now, live, first, last, ENDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The slot that leaves first, if the `first` tokens and the `last` are those that were protected: if as many were `found`. If not,
-    those that are now, in their place, are, of the class ENDS, and -1 says that the slot is to be found anew.
+    """Check that the `first` and `last` tokens are where the programs assumed, and return the first victim.
+
+    If fewer were `found`, earlier evictions removed some of them. Then protect the current first and last tokens with class ENDS, and
+    return -1: the victim is unknown.
     """
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     if found < tl.minimum(first, live) + tl.minimum(last, live):
@@ -192,22 +195,22 @@ def unless_some_left(position, kept, slot, found, slots, now, live, first, last,
     return slot
 
 
-# -- who leaves --------------------------------------------------------------------------------------------------------
+# -- victims -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def evict(
     position,
-    scores,  # [1 + TOPS, N] float32: what the slots are ranked by, and what each `keep top` ranks them by
-    kept,  # [N] int8: the class of each slot, but for tops
+    scores,  # [1 + TOPS, N] float32: the scores to evict by, then the scores of each `keep top`
+    kept,  # [N] int8: the class of each slot, without tops
     slots,
     leaving,
-    slot,  # the one that leaves first, but for tops; -1: not known
-    tops,  # how many each `keep top` protects
+    slot,  # the first victim without tops; -1: unknown
+    tops,  # number of slots that each `keep top` protects
     TOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Free the `leaving` slots that leave first. Gives the only one that left, or -1."""
+    """Evict the first `leaving` victims. Return the victim if `_evict_one` evicted it, otherwise -1."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     gone = -1
     if leaving == 1:
@@ -215,7 +218,7 @@ def evict(
     if gone < 0:
         for t in tl.static_range(TOPS):
             protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], WHOLE)
-        newest = _newest_held(position, slots, WHOLE)  # not the row's newest token, if that has left before
+        newest = _newest_held(position, slots, WHOLE)  # the row's newest token may have been evicted before
         for members in range(CLASSES):
             if leaving > 0:
                 free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, WHOLE)
@@ -226,7 +229,7 @@ def evict(
 
 @triton.jit
 def _newest_held(position, slots, BLOCK: tl.constexpr):
-    """The position of the newest token that is there."""
+    """Return the position of the newest cached token."""
     found = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -236,8 +239,9 @@ def _newest_held(position, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
-    """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
-    protected; while it proves protected, take the next. Gives it, or -1 if it is not found in a few tries.
+    """Evict one slot, as every step of the steady state does. Return it, or -1 if TRIES attempts find none.
+
+    Take the lowest slot and count the slots above it in each `keep top`. If a top protects it, try the next lowest.
     """
     gone, tries = -1, 0
     while (tries < TRIES) & (gone < 0):
@@ -263,7 +267,7 @@ def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BL
 
 @triton.jit
 def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
-    """The slot that leaves first of those that are not protected; -1 if all are."""
+    """Return the unprotected slot with the lowest key; -1 if all are protected."""
     lowest = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64)
     where = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, slots, BLOCK):
@@ -276,7 +280,7 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
-    """Protect the n slots that rank highest, of those that nothing else protects."""
+    """Protect the n highest-ranked slots; slots with a class keep it."""
     live = _above(position, top, kept, slots, NOBODY, ops.BELOW_ALL, EVERYTHING, BLOCK)
     bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), live, EVERYTHING, BLOCK)
     for start in range(0, slots, BLOCK):
@@ -288,7 +292,7 @@ def protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK: tl.constexpr):
-    """Free the n lowest of so many slots."""
+    """Evict the n lowest of the `free` slots in a class."""
     if n > 0:
         bar = _cut(position, scores, kept, slots, newest, free - n, free, members, BLOCK)
         tl.debug_barrier()
@@ -300,7 +304,7 @@ def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK
 
 @triton.jit
 def _cut(position, x, kept, slots, newest, n, equals, members, BLOCK: tl.constexpr):
-    """A key above which there are n slots, of so many that count."""
+    """Return a key that exactly n of the `equals` ranked slots exceed."""
     wanted = tl.maximum(n, 1)
     grade, wanted, equals = _nth(position, x, kept, slots, newest, 0, wanted, equals, members, False, BLOCK)
     grade = tl.maximum(grade, ops.NAN_GRADE)
@@ -312,13 +316,15 @@ def _cut(position, x, kept, slots, newest, n, equals, members, BLOCK: tl.constex
 
 @triton.jit
 def _nth(position, x, kept, slots, newest, bar, n, equals, members, TIES: tl.constexpr, BLOCK: tl.constexpr):
-    """The n-th highest grade, of as many slots as count; with TIES the n-th highest position of those whose grade is `bar`. Digit by
-    digit: a histogram for each tells in which the n-th lies. When all that begin with the digits found so far are wanted, the rest
-    does not matter.
+    """Find the n-th highest grade of the ranked slots, or with TIES the n-th highest position among those of grade `bar`.
+
+    A histogram per digit finds the digit of the n-th. The search stops early when all words with the digits so far are wanted.
+
+    Args:
+        equals: number of slots to search.
 
     Returns:
-        a number that is reached by exactly those that are wanted, unless there are equals of the n-th; how many of its equals
-        are wanted; how many it has.
+        a bar that the n highest reach, with all equals of the n-th; how many of these equals are wanted; how many there are.
     """
     shift, digits = tl.full([], 32, tl.int32), tl.full([], 0, tl.uint32)
     while (shift > 0) & (n < equals):
@@ -339,7 +345,7 @@ def _nth(position, x, kept, slots, newest, bar, n, equals, members, TIES: tl.con
 
 @triton.jit
 def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
-    """How many slots have a key above `bar`."""
+    """Return how many slots have a key above `bar`."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, slots, BLOCK):
         _, key = _keys(position, x, kept, start, slots, newest, members, BLOCK)
@@ -349,11 +355,12 @@ def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
 
 @triton.jit
 def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
-    """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token among protected
-    ones, of which it is the last to leave.
+    """Return a block of slots, and their keys.
+
+    Free slots and slots outside the class `members` have BELOW_ALL. A protected class's newest token has ABOVE_ALL: it is evicted last.
     """
     i = start + tl.arange(0, BLOCK)
-    inside = i < slots  # loads are wide where this alone decides; what free slots hold is not looked at
+    inside = i < slots  # a mask of `i` alone permits wide loads; values of free slots are discarded below
     pos = tl.load(position + i, mask=inside, other=-1)
     counts = pos >= 0
     key = _key(tl.load(x + i, mask=inside, other=0.0), pos)
@@ -368,14 +375,14 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
 
 @triton.jit
 def average_over_heads(
-    scores,  # [H, SCORES, N] float32: what the slots are ranked by; the first head's rows get the means
-    kept,  # [H, N] int8: the classes of the slots; the first head's row gets the highest
+    scores,  # [H, SCORES, N] float32: the scores; the first head's rows receive the means
+    kept,  # [H, N] int8: the classes of the slots; the first head's row receives the highest
     slots,
     heads,
     SCORES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Leave what all heads of a row think together in the first one's rows."""
+    """Write the mean scores and the highest classes over a row's heads to the first head's rows."""
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -392,7 +399,7 @@ def average_over_heads(
 
 @triton.jit
 def leave_together(position, slots, heads, BLOCK: tl.constexpr):
-    """Free those slots of the other heads, [H, N], that are free in the first one."""
+    """Evict from the other heads, [H, N], the slots that are free in the first one."""
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         gone = tl.load(position + i, mask=i < slots, other=0) < 0
@@ -406,13 +413,13 @@ def leave_together(position, slots, heads, BLOCK: tl.constexpr):
 @triton.jit
 def close_gaps(
     position,
-    rank,  # [N] int32: how many live slots hold an earlier token; still those of the slots that were freed, -1 of free ones
-    gaps,  # [N] int32: to work in
+    rank,  # [N] int32: number of live slots with an earlier token; stale in freed slots, -1 in free ones
+    gaps,  # [N] int32: scratch
     slots,
-    gone,  # the only slot that was freed; -1: there may be several
+    gone,  # the only freed slot; -1: maybe several
     BLOCK: tl.constexpr,
 ):
-    """After slots were freed, the tokens behind each gap move up. Nothing is sorted; of one gap a comparison says who moves."""
+    """Update ranks after evictions, without sorting. For one freed slot a comparison suffices; for several, count the gaps."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     several, only = gone < 0, tl.load(rank + tl.maximum(gone, 0))
     tl.debug_barrier()
@@ -430,7 +437,7 @@ def close_gaps(
 
 @triton.jit
 def _count_gaps(position, rank, gaps, slots, BLOCK: tl.constexpr):
-    """Leave at every rank how many slots were freed up to it."""
+    """Write to `gaps` how many freed slots have a rank up to each rank."""
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(gaps + i, 0, mask=i < slots)
@@ -450,7 +457,7 @@ def _count_gaps(position, rank, gaps, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank_of_freed(position, rank, start, slots, BLOCK: tl.constexpr):
-    """A block's ranks, of slots that are free now but were not; -1 of the others."""
+    """Return the former ranks of a block's freed slots; -1 for the others."""
     i = start + tl.arange(0, BLOCK)
     free = tl.load(position + i, mask=i < slots, other=0) < 0
     return tl.load(rank + i, mask=free, other=-1)

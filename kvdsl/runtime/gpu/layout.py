@@ -1,9 +1,10 @@
-"""Where the slots of a KV head lie: one after the other, or in blocks of a pool that all rows of the batch share, found through the
-row's table (see `kvdsl.runtime.state.blocks`). `take` and `give_back` are the launches that keep the tables.
+"""Addresses of a KV head's slots: contiguous, or in blocks of a pool that all rows of the batch share.
+
+Each row's table maps its blocks to the pool (see `kvdsl.runtime.state.blocks`). The kernels `take` and `give_back` update the tables.
 
 Legend:
-    B, H, N: rows, KV heads, slots per KV head. S: splits of `attend`. SIZE: slots of a block; 0 where there are no blocks.
-    T: blocks of a row, N / SIZE rounded up. P: blocks of the pool.
+    B, H, N: rows, KV heads, slots per KV head. S: splits of `attend`. SIZE: slots per block; 0 without blocks.
+    T: blocks per row, N / SIZE rounded up. P: blocks of the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvdsl.runtime.gpu import ops, packed
 
 @triton.jit
 def table_of(table, row, slots, SIZE: tl.constexpr):
-    """The table of one row of the batch, [T], of all of them, [B, T]."""
+    """Return one row's table, [T], of the tables, [B, T]."""
     if SIZE > 0:
         table += row.to(tl.int64) * tl.cdiv(slots, SIZE)
     return table
@@ -24,7 +25,7 @@ def table_of(table, row, slots, SIZE: tl.constexpr):
 
 @triton.jit
 def first_row(first_rows, pair, slots, SCATTERED: tl.constexpr):
-    """The row of keys and values with which those of a KV head begin, int64: of `first_rows`, unless slots lie as they are numbered."""
+    """Return the first row of a KV head's keys and values, int64. If SCATTERED, it comes from `first_rows`."""
     at = pair * slots
     if SCATTERED:
         at = tl.load(first_rows + pair)
@@ -33,7 +34,7 @@ def first_row(first_rows, pair, slots, SCATTERED: tl.constexpr):
 
 @triton.jit
 def rows(slot, held, table, SIZE: tl.constexpr):
-    """By how many rows of keys and values these slots lie behind their head's first row, int64; anything for those not held."""
+    """Return the offsets of slots from their head's first row, in rows, int64; undefined where `held` is false."""
     at = slot.to(tl.int64)
     if SIZE > 0:
         slot = slot.to(tl.int32)
@@ -43,7 +44,7 @@ def rows(slot, held, table, SIZE: tl.constexpr):
 
 @triton.jit
 def vectors(of, first_row, slot, held, table, SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """The keys or values of these slots, whose head's begin with that row: float32 [slots, D_PAD], zeros where no token is held."""
+    """Return the slots' keys or values, float32 [slots, D_PAD]; zeros where `held` is false. `first_row`: the head's."""
     at = first_row + rows(slot, held, table, SIZE)
     return packed.plain(packed.load(of, at, held, D, D_PAD, KV), D, D_PAD, KV).to(tl.float32)
 
@@ -53,12 +54,12 @@ def vectors(of, first_row, slot, held, table, SIZE: tl.constexpr, D: tl.constexp
 
 @triton.jit
 def take(
-    table,  # [B, T] int64: which block of the pool, -1 for none
+    table,  # [B, T] int64: blocks of the pool; -1: none
     first_free,  # [B, H, S] int32: the split's first free slot
-    real,  # [B] bool: False for padding, which needs no slot
-    wanted,  # [B, T] int32, to work in: 1 for blocks that a row lacks
-    owned,  # [P] int32, likewise: 1 for blocks that are some row's
-    free,  # [P] int32, likewise: those that are not
+    real,  # [B] bool: false for padding, which needs no slot
+    wanted,  # [B, T] int32, scratch: 1 for blocks that a row lacks
+    owned,  # [P] int32, scratch: 1 for blocks that a row owns
+    free,  # [P] int32, scratch: the blocks that no row owns
     batch,
     heads,
     slots,
@@ -67,11 +68,11 @@ def take(
     SIZE: tl.constexpr,
     S_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,  # KV heads that are looked at together
+    PAIRS: tl.constexpr,  # KV heads per iteration
 ):
-    """Give every row the blocks into which its new token goes, the lowest that are no row's first; the grid is (1,).
+    """Allocate the blocks that the new tokens need, the lowest free ones first, as `Blocks._take` does. The grid is (1,).
 
-    That is the order of `Blocks._take`. Mostly all are there.
+    In most steps no row lacks a block, and the kernel returns early.
     """
     heads_of_all, entries = batch * heads, batch * tl.cdiv(slots, SIZE)
     short = tl.zeros([PAIRS], tl.int32)
@@ -103,7 +104,7 @@ def take(
         i = start + tl.arange(0, BLOCK)
         gets = tl.load(wanted + i, mask=i < entries, other=0) != 0
         nth = taken + tl.cumsum(gets.to(tl.int32), 0) - 1
-        # There always is one, unless somebody wrote into the cache's tensors; then at least take nothing beyond the pool.
+        # A free block always exists unless foreign code wrote to the cache's tensors. The mask keeps reads inside `free` even then.
         block = tl.load(free + nth, mask=gets & (nth < count), other=0)
         tl.store(table + i, block.to(tl.int64), mask=gets)
         taken += tl.sum(gets.to(tl.int32), 0)
@@ -123,7 +124,7 @@ def _lacking(
     S_PAD: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """The table's entries for the first free slots of so many heads, from `start` on, and whether there is no block yet; [PAIRS]."""
+    """Return the table entries of the first free slots of PAIRS heads, from `start` on, and whether each lacks a block; [PAIRS] each."""
     pair, s = start + tl.arange(0, PAIRS), tl.arange(0, S_PAD)
     inside = pair < heads_of_all
     found = tl.load(
@@ -138,6 +139,7 @@ def _lacking(
 
 @triton.jit
 def _clear(x, count, BLOCK: tl.constexpr):
+    """Set the first `count` elements to 0."""
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(x + i, 0, mask=i < count)
@@ -146,13 +148,13 @@ def _clear(x, count, BLOCK: tl.constexpr):
 @triton.jit
 def give_back(
     table,  # [B, T] int64
-    position,  # [B, H, N] int32, below 0: free
+    position,  # [B, H, N] int32; negative: free
     heads,
     slots,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take a block from its row if no head holds a token in it any more; the grid is (T, B)."""
+    """Free a row's block if no head of the row holds a token in it. The grid is (T, B)."""
     number, row = tl.program_id(0), tl.program_id(1)
     entry = table_of(table, row, slots, SIZE) + number
     if tl.load(entry) < 0:

@@ -1,8 +1,8 @@
-"""Innermost loops of a compiled kernel, read from its disassembly: how many instructions one round takes, and how wide its loads are.
+"""Innermost loops of a compiled kernel, read from its disassembly: instructions per iteration, and widths of loads.
 
-Both makers' texts have the same parts under other names: labels, branches to them, and lines of the source. A branch back to a label
-closes a loop; one that has another inside is left out, because its time is the inner one's. Of a round the shortest way is counted: what a
-branch may skip, as the cap of logits that most models do not have, is not on it.
+NVIDIA's and AMD's disassemblies contain labels, branches, and source lines, each in its own syntax. A branch back to a label closes a loop.
+Loops that contain another are left out, because the inner one dominates their time. Counts follow the shortest path through an iteration:
+code that a branch may skip does not count, such as the logit cap that most models lack.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Syntax:
-    """How one maker's disassembly writes what is looked for.
+    """One vendor's disassembly syntax, as regular expressions.
 
     Attributes:
-        label, instruction, line: patterns of whole lines; an instruction's groups are its name and its operands, a line's its file
-            (for AMD its number) and its number. file: a pattern that names the files that lines give by number, if they do.
-        always, maybe: names of branches that are always taken, or under a condition.
-        loads: a pattern of loads from global memory. widths: what tells their bits, the first that is found; else 32.
-        products, barrier: patterns of products of matrices, and of barriers.
+        label, instruction, line: patterns of whole lines. Groups of an instruction: predicate, name, operands. Groups of a source line:
+            file (for AMD its number), line number. file: maps file numbers to names, if source lines contain numbers.
+        always, maybe: names of unconditional and of conditional branches.
+        loads: names of loads from global memory. widths: patterns and their bits, the first match counts; 32 bits without a match.
+        products, barrier: names of matrix products and of barriers.
     """
 
     label: str
@@ -56,7 +56,7 @@ AMD = Syntax(
     line=r"^\s*\.loc\s+(\d+)\s+(\d+)",
     file=r'^\s*\.file\s+(\d+)\s+"([^"]*)"\s+"([^"]*)"',
     always=r"^s_branch$",
-    maybe=r"^s_cbranch_(?!execz)",  # that one skips what no lane does: in the loops here some lane does
+    maybe=r"^s_cbranch_(?!execz)",  # execz skips code if no lane is active; in these loops some lane always is
     loads=r"^(global|buffer|flat)_load_",
     widths=((r"x4", 128), (r"x3", 96), (r"x2", 64), (r"[us]short", 16), (r"[us]byte", 8)),
     products=r"^v_(s?mfma|wmma)_",
@@ -69,10 +69,10 @@ class Loop:
     """One innermost loop.
 
     Attributes:
-        name: the function that has it, and what the comment above it says, if anything.
-        instructions: of one warp, in one round.
-        loads: how many of its loads from global memory have how many bits.
-        products, barriers: likewise how many of its instructions are such.
+        name: its function, and the comment above the loop, if any.
+        instructions: per warp and iteration.
+        loads: number of loads from global memory, by bits per thread.
+        products, barriers: number of matrix products and of barriers per iteration.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Loop:
     barriers: int
 
     def loaded(self, threads: int) -> int:
-        """Bytes that a program of so many threads asks for in one round."""
+        """Return the bytes that a program of `threads` threads loads per iteration."""
         return sum(bits * count for bits, count in self.loads.items()) * threads // 8
 
 
@@ -95,10 +95,10 @@ class _Step:
 
 
 def loops(text: str, syntax: Syntax) -> list[Loop]:
-    """The innermost loops of one kernel, in their order.
+    """Return a kernel's innermost loops, in program order.
 
     Args:
-        text: what `nvdisasm -g -c` prints of a cubin, or AMD's assembly.
+        text: the output of `nvdisasm -g -c` for a cubin, or AMD assembly.
     """
     steps, labels = _read(text, syntax)
     spans = sorted(
@@ -117,7 +117,7 @@ def _within(other: tuple[int, int], span: tuple[int, int]) -> bool:
 
 
 def _read(text: str, syntax: Syntax) -> tuple[list[_Step], dict[str, int]]:
-    """The instructions, and before which of them each label stands."""
+    """Return the instructions, and each label's index among them."""
     steps: list[_Step] = []
     labels: dict[str, int] = {}
     files: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _bits(name: str, syntax: Syntax) -> int:
 
 
 def _shortest(steps: list[_Step], labels: dict[str, int], first: int, last: int) -> list[int]:
-    """The instructions of the shortest way through a round; some of its blocks may lie behind it."""
+    """Return the indices of the instructions on the shortest path through an iteration. Its blocks may lie past `last`."""
     before: dict[int, int] = {first: first}
     waiting = deque([first])
     while waiting:
@@ -172,7 +172,7 @@ def _shortest(steps: list[_Step], labels: dict[str, int], first: int, last: int)
             if there < len(steps) and there not in before:
                 before[there] = here
                 waiting.append(there)
-    if last not in before:  # the way in is not the label that the branch goes back to
+    if last not in before:  # no path leads from the label to the branch: count the whole span
         return list(range(first, last + 1))
     way = [last]
     while way[-1] != first:
@@ -180,11 +180,11 @@ def _shortest(steps: list[_Step], labels: dict[str, int], first: int, last: int)
     return way[::-1]
 
 
-# -- what a loop is called ---------------------------------------------------------------------------------------------
+# -- names of loops ----------------------------------------------------------------------------------------------------
 
 
 def _name(places: Iterable[tuple[str, int] | None]) -> str:
-    """By the source line of its branch back, or else by the first of its lines that has a source."""
+    """Return the loop's name, from the first place whose source exists; the branch back comes first."""
     for place in places:
         if place is not None and place[1] > 0 and (source := _source(Path(place[0]))) is not None:
             return _described(source.read_text(encoding="utf-8").splitlines(), place[1])
@@ -192,14 +192,14 @@ def _name(places: Iterable[tuple[str, int] | None]) -> str:
 
 
 def _source(path: Path) -> Path | None:
-    """The file, or the one of its name here: a kernel may have been compiled from another checkout. Triton's own files name nothing."""
+    """Return the file, or the file of that name in this folder: a kernel may come from another checkout. None for Triton's own files."""
     if "triton" in path.parent.parts:
         return None
     return next((file for file in (path, Path(__file__).with_name(path.name)) if file.is_file()), None)
 
 
 def _described(lines: list[str], number: int) -> str:
-    """`function: the comment above line `number` in it`, or the function alone."""
+    """Return `function: comment` for a line: the function around it, and the nearest comment above; without one the function alone."""
     comment = ""
     for line in _upwards(lines, number):
         if match := re.match(r"\s*def (\w+)", line):

@@ -1,4 +1,4 @@
-"""Device functions of `settle`: what is pooled along the text. Slots lie in no order, so each one's place is counted."""
+"""Device functions of `settle` that pool values along the text. Slots are unordered, so the kernel counts each one's place."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from kvdsl.runtime.gpu import ops
 
 @triton.jit
 def pool(
-    position,  # [N] int32, with all that follows: one KV head's
-    kept,  # [N] int8: 1 for slots that stand apart
-    x,  # [N] float32: what is pooled; gets what it comes to
-    places,  # [N] float32: gets the place of every slot among those that do not stand apart
-    order,  # [N] float32: gets what is pooled, place by place
+    position,  # [N] int32; this and the following belong to one KV head
+    kept,  # [N] int8: 1 for slots that pooling excludes
+    x,  # [N] float32: the values; receives the pooled ones
+    places,  # [N] float32: receives each slot's place among the slots that take part
+    order,  # [N] float32: receives the values in the order of places
     slots,
     size,
-    MEAN: tl.constexpr,  # else the largest
+    MEAN: tl.constexpr,  # otherwise the maximum
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """At every slot the largest x, or the mean, of the slots at most size // 2 places before or behind it in the text. Those that stand
-    apart are not counted, and keep their own.
-    """
+    """Replace x by its maximum or mean over the slots at most size // 2 places away in the text. Excluded slots keep their value."""
     members = _count_places(position, kept, x, places, order, slots, TILE)
     tl.debug_barrier()
     radius = tl.minimum(size // 2, members)
@@ -44,7 +42,7 @@ def pool(
 
 @triton.jit
 def _count_places(position, kept, x, places, order, slots, TILE: tl.constexpr):
-    """Put the slots that do not stand apart in the order of the text; says how many there are."""
+    """Write the places and the ordered values of the slots that take part. Return their number."""
     members = 0
     for start in range(0, slots, TILE):
         i = start + tl.arange(0, TILE)
@@ -62,6 +60,6 @@ def _count_places(position, kept, x, places, order, slots, TILE: tl.constexpr):
 
 @triton.jit
 def _position(position, kept, i, slots):
-    """Where the tokens of slots i stand in the text; below 0 where there is none, or it stands apart."""
+    """Return the text positions of slots i; negative where a slot is free or excluded."""
     pos = tl.load(position + i, mask=i < slots, other=-1)
     return tl.where(tl.load(kept + i, mask=i < slots, other=1) == 0, pos, -1)

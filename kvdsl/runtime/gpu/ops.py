@@ -1,7 +1,8 @@
-"""Device functions of the second launch of a decode step, `settle`: what every policy's has in common.
+"""Device functions that every policy's `settle` uses.
 
-One program serves one KV head of one row and goes over its N slots in blocks. What all slots depend on (a threshold, a count) is a
-scalar between two such passes. `position`, `scores`, ... point to the head's row of N; `kernels_triton.py` has the other names.
+One program serves one KV head of one row and iterates over its N slots in blocks. Values that all slots depend on, such as a threshold or a
+count, are scalars between two such passes. `position`, `scores`, ... point to the head's row of N; `kernels_triton.py` explains the other
+names.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from kvdsl.runtime.gpu import packed
 
 INT_MAX = tl.constexpr(2**31 - 1)
 NAN_GRADE = tl.constexpr(-(2**31) + 1)
-BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of grades with something below them to break ties
+BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # sort keys: a grade above tie-breaking bits
 
-DIGIT, DIGITS = tl.constexpr(8), tl.constexpr(256)  # bits of a digit, and how many digits there are
+DIGIT, DIGITS = tl.constexpr(8), tl.constexpr(256)  # bits per digit, and values of a digit
 COMBINED = tl.constexpr(4096)
-"""Numbers of splits' parts that are combined at a time: 8 a thread."""
+"""Elements of `part` that `combine` loads at once: 8 per thread."""
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def row_of(which, row, SOME: tl.constexpr):
-    """The row of the cache that a row of the step is."""
+    """Return the cache's row for a row of the step."""
     if SOME:
         row = tl.load(which + row)
     return row
@@ -32,8 +33,8 @@ def row_of(which, row, SOME: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(
-    top,  # [B, H, S, G], with `total`: what each split of `attend` found
-    total,  # [B, H, S, G]
+    top,  # [B, H, S, G]: the largest logit of each split, from `attend`
+    total,  # [B, H, S, G]: its sum of exp(logit - top)
     sinks,  # [H * G], if SINKS
     pair,
     head,
@@ -43,8 +44,9 @@ def log_sum_exp(
     S_PAD: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """That of each query head's logits, [G_PAD], as a number near the largest one and what is above it: far from 0, their sum would be
-    rounded to the former.
+    """Return the log-sum-exp of each query head's logits as two summands, [G_PAD] each: a base near the largest logit, and the rest.
+
+    One float32 would lose the rest if the base is far from 0.
     """
     base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
     return base, tl.log(weight)
@@ -52,8 +54,8 @@ def log_sum_exp(
 
 @triton.jit
 def combine(
-    out,  # [B, H * G, E]: gets the attention's output
-    part,  # [B, H, S, G, E], with all that follows as for `log_sum_exp`
+    out,  # [B, H * G, E]: receives the attention output
+    part,  # [B, H, S, G, E]; this and the following as in `log_sum_exp`
     top,
     total,
     sinks,
@@ -68,11 +70,11 @@ def combine(
     SINKS: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """The group's attention from what the splits found."""
+    """Combine the splits' results into the GQA group's attention output."""
     base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
     group = tl.arange(0, G_PAD)
 
-    # All heads' parts at once, so many splits at a time as registers hold: loads that wait for no barrier.
+    # Load all query heads and as many splits as registers hold at once, so loads wait for no barrier.
     OF_A_SPLIT: tl.constexpr = G_PAD * E_PAD
     MOST: tl.constexpr = COMBINED // OF_A_SPLIT if OF_A_SPLIT < COMBINED else 1
     TOGETHER: tl.constexpr = MOST if MOST < S_PAD else S_PAD
@@ -93,7 +95,7 @@ def combine(
 def _softmax(
     top, total, sinks, pair, head, splits, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, SINKS: tl.constexpr
 ):
-    """A number near the largest logit of each query head, and the sum of exp(logit - that), [G_PAD]."""
+    """Return a base near each query head's largest logit, and the sum of exp(logit - base); [G_PAD] each."""
     group = tl.arange(0, G_PAD)
     tops, totals = _found(top, total, pair, tl.arange(0, S_PAD), group, splits, G)
     highest = tl.max(tops, 0)
@@ -109,7 +111,7 @@ def _softmax(
 
 @triton.jit
 def _found(top, total, pair, s, g, splits, G: tl.constexpr):
-    """The largest logits of splits s and the sums of their weights, [n, G_PAD]; -inf and 0 where there is no split or head."""
+    """Load the largest logits and the weight sums of splits s, [n, G_PAD] each; -inf and 0 outside splits and heads."""
     at = (pair * splits + s[:, None]) * G + g[None, :]
     there = (s[:, None] < splits) & (g[None, :] < G)
     return tl.load(top + at, mask=there, other=float("-inf")), tl.load(total + at, mask=there, other=0.0)
@@ -117,7 +119,7 @@ def _found(top, total, pair, s, g, splits, G: tl.constexpr):
 
 @triton.jit
 def nothing(out, pair, G: tl.constexpr, G_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr):
-    """The output of padding: zeros."""
+    """Write zeros, the output of padding."""
     g, e = tl.arange(0, G_PAD)[:, None], tl.arange(0, E_PAD)[None, :]
     zeros = tl.zeros([G_PAD, E_PAD], out.dtype.element_ty)
     tl.store(out + (pair * G + g) * E + e, zeros, mask=(g < G) & (e < E))
@@ -125,7 +127,7 @@ def nothing(out, pair, G: tl.constexpr, G_PAD: tl.constexpr, E: tl.constexpr, E_
 
 @triton.jit
 def attn(logits, base, above, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
-    """The probabilities of slots i, reduced over the group."""
+    """Return the attention probabilities of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
     return over_group(probability(found, base[:, None], above[:, None]), g, G, HOW)
@@ -133,7 +135,7 @@ def attn(logits, base, above, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HO
 
 @triton.jit
 def attended(attn, taken, i, inside, SELECTS: tl.constexpr):
-    """The same probabilities, 0 for slots that the query skipped."""
+    """Return the probabilities with 0 for slots that the selection skipped."""
     if SELECTS:
         attn = tl.where(tl.load(taken + i, mask=inside, other=0) != 0, attn, 0.0)
     return attn
@@ -141,7 +143,7 @@ def attended(attn, taken, i, inside, SELECTS: tl.constexpr):
 
 @triton.jit
 def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
-    """The scores before softmax of slots i, reduced over the group."""
+    """Return the logits of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
     return over_group(found, g, G, HOW)
@@ -149,13 +151,13 @@ def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.conste
 
 @triton.jit
 def probability(logit, base, above):
-    """What softmax makes of a logit; see `log_sum_exp`."""
+    """Return the softmax of a logit; `base`, `above`: see `log_sum_exp`."""
     return tl.exp(logit - base - above)
 
 
 @triton.jit
 def over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
-    """What the group's query heads give, [G_PAD, n], as one, [n]."""
+    """Reduce values of the group's query heads, [G_PAD, n], to [n]."""
     inside = g[:, None] < G
     if HOW == "max":
         return largest(x, inside, 0)
@@ -168,17 +170,17 @@ def over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def free_slot(first_free, held, pair, slots, splits, S_PAD: tl.constexpr):
-    """The head's first free slot, and how many tokens it holds."""
+    """Return the head's first free slot, and its number of tokens."""
     s = tl.arange(0, S_PAD)
     first = tl.load(first_free + pair * splits + s, mask=s < splits, other=INT_MAX)
     found = tl.load(held + pair * splits + s, mask=s < splits, other=0)
-    # There always is one, unless somebody wrote into the cache's tensors; then at least write nothing outside of them.
+    # A free slot always exists unless foreign code wrote to the cache's tensors. The minimum keeps writes inside them even then.
     return tl.minimum(tl.min(first, 0), slots - 1), tl.sum(found, 0)
 
 
 @triton.jit
 def place_logits(logits, new_logits, slot, slots, G: tl.constexpr, G_PAD: tl.constexpr):
-    """Put the new token's logits, [G], among the others', [G, N]."""
+    """Store the new token's logits, [G], at its slot in `logits`, [G, N]."""
     g = tl.arange(0, G_PAD)
     tl.store(logits + g * slots + slot, tl.load(new_logits + g, mask=g < G), mask=g < G)
 
@@ -188,39 +190,40 @@ def place_logits(logits, new_logits, slot, slots, G: tl.constexpr, G_PAD: tl.con
 
 @triton.jit
 def minimum(a, b):
-    """The smaller of two, NaN if either is."""
+    """Return the smaller of two; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def maximum(a, b):
-    """The larger of two, NaN if either is."""
+    """Return the larger of two; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def square(x):
-    """The square."""
+    """Return the square."""
     return x * x
 
 
 @triton.jit
 def truth(condition):
-    """One condition for all slots, to be combined with conditions over slots (which Triton's interpreter cannot as it is)."""
+    """Return a scalar condition as a tensor: Triton's interpreter cannot combine a bare one with conditions over slots."""
     return tl.where(condition, 1, 0) != 0
 
 
 @triton.jit
 def modulo(a, b):
-    """The remainder with the sign of the divisor, as Python has it."""
+    """Return the remainder with the sign of the divisor, as in Python."""
     rest = a % b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, to five units in the last place: by exp, and near 0, where that cancels, by a polynomial, the Chebyshev
-    fit of (tanh(x) / x - 1) / x**2 up to 0.6.
+    """Return the hyperbolic tangent, accurate to five units in the last place.
+
+    exp would cancel near 0. Below 0.6 a polynomial replaces it: the Chebyshev fit of (tanh(x) / x - 1) / x**2.
     """
     z = x * x
     fit = -0.3333333134651184 + z * (
@@ -231,8 +234,10 @@ def tanh(x):
 
 @triton.jit
 def acos(x):
-    """The arc cosine, to two units in the last place: pi / 2 less the arc sine, which near 1 is half of that of a smaller number.
-    The arc sine is a polynomial, the Chebyshev fit of (asin(x) / x - 1) / x**2 up to 0.5.
+    """Return the arc cosine, accurate to two units in the last place.
+
+    For |x| up to 0.5 the arc sine is a polynomial, the Chebyshev fit of (asin(x) / x - 1) / x**2, and acos(x) = pi / 2 - asin(x). Above,
+    acos(|x|) = 2 * asin(sqrt((1 - |x|) / 2)).
     """
     size = tl.abs(x)
     near = size > 0.5
@@ -247,7 +252,7 @@ def acos(x):
 
 @triton.jit
 def power(x, y):
-    """The power, in double precision, as C has it."""
+    """Return x ** y in double precision, with the special cases of C's `pow`."""
     base, exponent = tl.broadcast(tl.cast(x, tl.float64), tl.cast(y, tl.float64))
     size = tl.exp(exponent * tl.log(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
@@ -259,47 +264,47 @@ def power(x, y):
 
 @triton.jit
 def count_power(x, y):
-    """The power of numbers of which a count is made: a whole number where C says one, which a logarithm's rounding would miss."""
+    """Return x ** y for a count: an integer wherever C returns one, which a logarithm's rounding would miss."""
     found = power(x, y)
     nearest = tl.floor(found + 0.5)
-    wide = tl.abs(tl.cast(y, tl.float64) * tl.log(tl.abs(tl.cast(x, tl.float64))))  # by which the exponential's error grows
+    wide = tl.abs(tl.cast(y, tl.float64) * tl.log(tl.abs(tl.cast(x, tl.float64))))  # exp amplifies errors by this
     return tl.where(tl.abs(found - nearest) <= 4e-16 * (2 + wide) * tl.abs(nearest), nearest, found)
 
 
 @triton.jit
 def ema(old, x, decay, age):
-    """A moving average after x has joined it. A token's own query, at which its age is 0, is the first to."""
+    """Return the moving average `old` updated with x. It starts at the token's own query, at age 0."""
     return tl.where(age == 0, x, decay * old + (1 - decay) * x)
 
 
 @triton.jit
 def observed(pos, newest, window):
-    """How many queries could see a slot, its own token's included."""
+    """Return how many queries could see a slot, including its own token's."""
     return tl.minimum(newest - pos + 1, window).to(tl.float32)
 
 
 @triton.jit
 def page_of(pos, size, after):
-    """The number of the page in which a token is; pages begin behind the first `after` tokens, and before these have numbers below 0."""
+    """Return the page number of a token. Pages start after the first `after` tokens; pages of those tokens have negative numbers."""
     behind = pos - after
     return tl.where(behind >= 0, behind // size, -1 - (-1 - behind) // size).to(tl.float32)
 
 
 @triton.jit
 def random_key(seed, layer, head):
-    """The hash that a head's random numbers have in common."""
+    """Return the hash that all random numbers of a head start from."""
     return _absorb(_absorb(seed.to(tl.uint32), layer), head)
 
 
 @triton.jit
 def random(key, pos, newest):
-    """In [0, 1), with the 24 bits that a float holds exactly."""
+    """Return random numbers in [0, 1) with 24 bits, which float32 holds exactly."""
     return (_absorb(_absorb(key, pos), newest) >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
 def _absorb(hash, word):
-    """murmur3's finalizer over one more word."""
+    """Mix one more word into the hash with murmur3's finalizer."""
     x = hash ^ (word.to(tl.uint32) * 0x9E3779B9)
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -310,32 +315,32 @@ def _absorb(hash, word):
 
 @triton.jit
 def count(x):
-    """A count of tokens from one of the policy's numbers: floored, never negative."""
+    """Convert a policy's number to a count of tokens: floored, never negative."""
     return tl.where(x >= 1, tl.minimum(x, 2147483647.0), 0.0).to(tl.int32)
 
 
 @triton.jit
 def at_least_one(x):
-    """A count of tokens that reads the data: floored, one at least, of a NaN as well."""
+    """Convert a number that depends on data to a count of tokens: floored, at least 1, and 1 for NaN."""
     return tl.where(x >= 1, tl.floor(x), 1.0)
 
 
 @triton.jit
 def begun(held, start):
-    """What a fold holds; before its first query `start`."""
+    """Return a fold's value; `start` before its first query, where it is NaN."""
     return tl.where(held == held, held, start)
 
 
 @triton.jit
 def grade(x):
-    """Integers in the order of x: NaN lowest, -0 = +0."""
+    """Return int32 that sort like x, float32: NaN lowest, -0 = +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_GRADE)
 
 
 @triton.jit
 def graded(grade):
-    """A number of this grade."""
+    """Return a number with this grade: the inverse of `grade`."""
     return (grade ^ ((grade >> 31) & INT_MAX)).to(tl.float32, bitcast=True)
 
 
@@ -344,12 +349,12 @@ def graded(grade):
 
 @triton.jit
 def last_to_arrive(arrived, pair, pieces):
-    """Whether this program is the last of its head's to arrive, which finds what the others have stored.
+    """Return whether this program is the last of its head's to arrive. The last one sees what the others stored.
 
     Args:
-        arrived: [B, H] int32, how many have; 0 before the launch, and after it.
+        arrived: [B, H] int32, how many have arrived; 0 before and after the launch.
     """
-    tl.debug_barrier()  # what the program's other threads have stored was stored before it arrives, too
+    tl.debug_barrier()  # all threads of the program store before it arrives
     last = tl.atomic_add(arrived + pair, 1) == pieces - 1
     if last:
         tl.store(arrived + pair, 0)
@@ -361,8 +366,9 @@ def last_to_arrive(arrived, pair, pieces):
 
 @triton.jit
 def count_digits(word, counted, digits, shift):
-    """How many words have which digit from bit `shift` on, [DIGITS]: of those that count and begin with the digits found so far.
-    The others are counted under 0, too.
+    """Count words by their digit at bit `shift`, [DIGITS], among the `counted` words that begin with `digits`.
+
+    All other words count as digit 0; `next_digit` subtracts them.
     """
     counted = counted & (word >> shift >> DIGIT == digits)
     return tl.histogram(tl.where(counted, ((word >> shift) & (DIGITS - 1)).to(tl.int32), 0), DIGITS)
@@ -370,7 +376,7 @@ def count_digits(word, counted, digits, shift):
 
 @triton.jit
 def next_digit(counts, digits, n, equals):
-    """The digits found so far and one more, of the n-th highest of `equals` words; which of its equals it is, and how many it has."""
+    """Append the next digit of the n-th highest of `equals` words. Return the digits, n among the words with these, their number."""
     digit = tl.arange(0, DIGITS)
     counts -= tl.where(digit == 0, tl.sum(counts, 0) - equals, 0)
     reached = tl.cumsum(counts, 0, reverse=True)
@@ -386,68 +392,68 @@ def next_digit(counts, digits, n, equals):
 
 @triton.jit
 def total(x, mask):
-    """The sum of what the mask lets through."""
+    """Return the sum of x where the mask is true."""
     return tl.sum(tl.where(mask, x, 0.0), 0)
 
 
 @triton.jit
 def largest(x, mask, AXIS: tl.constexpr = 0):
-    """The largest of what the mask lets through, NaN if any is."""
+    """Return the maximum of x where the mask is true; NaN if any of these is NaN."""
     nan = tl.max((mask & (x != x)).to(tl.int32), AXIS) != 0
     return tl.where(nan, float("nan"), tl.max(tl.where(mask & (x == x), x, float("-inf")), AXIS))
 
 
 @triton.jit
 def least(x, mask):
-    """The smallest of what the mask lets through, NaN if any is."""
+    """Return the minimum of x where the mask is true; NaN if any of these is NaN."""
     return -largest(-x, mask)
 
 
-# -- over the dims of vectors: of one, or of every slot's in a tile, whose axis 1 they are ------------------------------------
+# -- reductions over the dims of one vector, or of a tile with one vector per slot (axis 1) ----------------------------
 
 
 @triton.jit
 def sum_over(x, there, AXIS: tl.constexpr):
-    """The sum of the dims that are there."""
+    """Return the sum of the dims where `there` is true."""
     return tl.sum(tl.where(there, x, 0.0), AXIS)
 
 
 @triton.jit
 def mean_over(x, there, AXIS: tl.constexpr):
-    """The mean."""
+    """Return the mean."""
     return tl.div_rn(sum_over(x, there, AXIS), tl.sum(tl.where(there, 1.0, 0.0), AXIS))
 
 
 @triton.jit
 def var_over(x, there, AXIS: tl.constexpr):
-    """The population variance, in two passes: no cancellation."""
+    """Return the population variance. Two passes avoid cancellation."""
     return mean_over(square(x - tl.expand_dims(mean_over(x, there, AXIS), AXIS)), there, AXIS)
 
 
 @triton.jit
 def std_over(x, there, AXIS: tl.constexpr):
-    """The population deviation."""
+    """Return the population standard deviation."""
     return tl.sqrt_rn(var_over(x, there, AXIS))
 
 
 @triton.jit
 def max_over(x, there, AXIS: tl.constexpr):
-    """The largest, NaN if any is."""
+    """Return the maximum; NaN if any dim is NaN."""
     return largest(x, there, AXIS)
 
 
 @triton.jit
 def min_over(x, there, AXIS: tl.constexpr):
-    """The smallest, NaN if any is."""
+    """Return the minimum; NaN if any dim is NaN."""
     return -largest(-x, there, AXIS)
 
 
-# -- what a token has by itself: doubles, in the order that all backends share (docs/language.md) --------------------------
+# -- reductions of a token's own data: float64, in the order that all backends share (docs/language.md) ----------------
 
 
 @triton.jit
 def ordered_sum(x, mask):
-    """The sum: the second half is added to the first, dim by dim, until one number is left."""
+    """Return the sum: add the second half to the first, dim by dim, until one number is left."""
     x = tl.where(mask, x, 0.0).to(tl.float64) + 0.0
     for _ in tl.static_range(16):
         if x.shape[0] > 1:
@@ -457,31 +463,31 @@ def ordered_sum(x, mask):
 
 @triton.jit
 def ordered_mean(x, mask):
-    """The mean."""
+    """Return the mean."""
     return ordered_sum(x, mask) / tl.sum(mask.to(tl.int32), 0).to(tl.float64)
 
 
 @triton.jit
 def ordered_var(x, mask):
-    """The population variance."""
+    """Return the population variance."""
     return ordered_mean(square(x - ordered_mean(x, mask)), mask)
 
 
 @triton.jit
 def ordered_std(x, mask):
-    """The population deviation; the root of a double is rounded correctly."""
+    """Return the population standard deviation; the root of a double is correctly rounded."""
     return tl.sqrt(ordered_var(x, mask))
 
 
 @triton.jit
 def ordered_max(x, mask):
-    """The largest, NaN if any is."""
+    """Return the maximum; NaN if any dim is NaN."""
     return largest(tl.where(mask, x, 0.0).to(tl.float64), mask) + 0.0
 
 
 @triton.jit
 def ordered_min(x, mask):
-    """The smallest, NaN if any is."""
+    """Return the minimum; NaN if any dim is NaN."""
     return least(tl.where(mask, x, 0.0).to(tl.float64), mask) + 0.0
 
 
@@ -490,20 +496,20 @@ def ordered_min(x, mask):
 
 @triton.jit
 def ring_row(ring, stride, size, query):
-    """A ring's row of the query at this position: one of `size` rows, `stride` apart."""
+    """Return a pointer to the ring's row for the query at this position. The ring has `size` rows, `stride` elements apart."""
     return ring + (query % size).to(tl.int64) * stride
 
 
 @triton.jit
 def ring_count(pos, newest, window, size):
-    """How many of the newest `size` queries could see a slot."""
+    """Return how many of the newest `size` queries could see a slot."""
     first, last = tl.maximum(pos, newest - size + 1), tl.minimum(pos + (window - 1), newest)
     return tl.maximum(last - first + 1, 0).to(tl.float32)
 
 
 @triton.jit
 def ring_sum(ring, stride, size, i, pos, newest, window):
-    """The sum of what the newest `size` queries gave slots i, of those that could see them."""
+    """Return the sum of the ring's values for slots i, over those of the newest `size` queries that could see them."""
     summed = tl.zeros(pos.shape, tl.float32)
     for query in range(tl.maximum(newest - size + 1, 0), newest + 1):
         saw = (pos >= 0) & (pos <= query) & (query - pos < window)
@@ -513,13 +519,13 @@ def ring_sum(ring, stride, size, i, pos, newest, window):
 
 @triton.jit
 def ring_mean(ring, stride, size, i, pos, newest, window):
-    """Their mean; NaN where there is none."""
+    """Return the mean of these values; NaN for slots that no query could see."""
     return tl.div_rn(ring_sum(ring, stride, size, i, pos, newest, window), ring_count(pos, newest, window, size))
 
 
 @triton.jit
 def ring_var(ring, stride, size, i, pos, newest, window):
-    """Their population variance, in two passes: no cancellation."""
+    """Return the population variance of these values. Two passes avoid cancellation."""
     centre = ring_mean(ring, stride, size, i, pos, newest, window)
     summed = tl.zeros(pos.shape, tl.float32)
     for query in range(tl.maximum(newest - size + 1, 0), newest + 1):
@@ -531,13 +537,13 @@ def ring_var(ring, stride, size, i, pos, newest, window):
 
 @triton.jit
 def ring_std(ring, stride, size, i, pos, newest, window):
-    """Their population deviation."""
+    """Return the population standard deviation of these values."""
     return tl.sqrt_rn(ring_var(ring, stride, size, i, pos, newest, window))
 
 
 @triton.jit
 def ring_max(ring, stride, size, i, pos, newest, window):
-    """The largest of them."""
+    """Return the maximum of these values."""
     top = tl.full(pos.shape, float("-inf"), tl.float32)
     for query in range(tl.maximum(newest - size + 1, 0), newest + 1):
         saw = (pos >= 0) & (pos <= query) & (query - pos < window)
@@ -548,7 +554,7 @@ def ring_max(ring, stride, size, i, pos, newest, window):
 
 @triton.jit
 def ring_min(ring, stride, size, i, pos, newest, window):
-    """The smallest of them."""
+    """Return the minimum of these values."""
     low = tl.full(pos.shape, float("inf"), tl.float32)
     for query in range(tl.maximum(newest - size + 1, 0), newest + 1):
         saw = (pos >= 0) & (pos <= query) & (query - pos < window)

@@ -1,13 +1,12 @@
-"""Device functions that read and write keys and values in the cache's `kv_dtype`.
+"""Device functions that load and store keys and values in the cache's `kv_dtype`.
 
-`kvdsl.interp.rounding` defines the numbers, and `kvdsl.runtime.state.packed` the bytes of a row: codes, then scales of two bytes each.
+`kvdsl.interp.rounding` defines the rounding; `kvdsl.runtime.state.packed` defines a row's bytes: codes, then scales of two bytes each.
 
 Legend:
     KV: the cache's `kv_dtype`. `model`: a row is a vector in the model's dtype.
-    D, D_PAD: dims of a vector, and the same as a power of two. n: vectors.
+    D, D_PAD: dims of a vector, and D rounded up to a power of two. n: vectors.
     S: scales of D_PAD dims.
-    mixed: multiplied by the Hadamard matrix, as codes of `int4` are. `mixed` and `plain` say which of both a vector is; in every other
-    `kv_dtype` they are the same.
+    mixed: multiplied by the Hadamard matrix, as codes of `int4` are. plain: not multiplied. In every other `kv_dtype` both are the same.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ GROUP = tl.constexpr(_GROUP)
 SMALLEST = tl.constexpr(2.0**-126)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 HALVES = tl.constexpr(1.5 * 2**23)
-"""Float32 numbers near it have no fraction: adding it, and subtracting it, rounds to the nearest integer, of two to the even one."""
+"""Float32 numbers near it are integers: adding and then subtracting it rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
 def row(D: tl.constexpr, KV: tl.constexpr):
-    """The elements of a row: numbers of the model's dtype, or bytes."""
+    """Return the elements of a row: numbers in the model's dtype, or bytes."""
     if KV == "model":
         size = D
     elif KV == "int4":
@@ -38,7 +37,7 @@ def row(D: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def load(of, at, held, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Read rows `at`, [n]: mixed vectors [n, D_PAD] in the model's dtype or in float32, zeros where `held` is false."""
+    """Load rows `at`, [n]: mixed vectors [n, D_PAD], in the model's dtype or float32; zeros where `held` is false."""
     d = tl.arange(0, D_PAD)[None, :]
     there = held[:, None] & (d < D)
     start = of + at[:, None] * row(D, KV)
@@ -59,7 +58,7 @@ def load(of, at, held, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def over(of, at, held, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Read some dims, [W], of rows `at`: plain, [n, W], zeros where `held` is false or a dim is negative."""
+    """Load dims `dims`, [W], of rows `at`: plain, [n, W]; zeros where `held` is false or a dim is negative."""
     there = held[:, None] & (dims >= 0)[None, :]
     if KV == "model":
         x = tl.load(of + at[:, None] * D + dims[None, :], mask=there, other=0.0)
@@ -72,7 +71,7 @@ def over(of, at, held, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.conste
 
 @triton.jit
 def over_new(new, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """The same dims, [W], of a vector in the model's dtype as they are read once it is placed."""
+    """Load dims, [W], of a new vector in the model's dtype, as `over` returns them after `place`."""
     if KV == "model":
         x = tl.load(new + dims, mask=dims >= 0, other=0.0)
     else:
@@ -84,7 +83,7 @@ def over_new(new, dims, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def place(to, at, x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Write a plain vector, [D_PAD], to row `at`; returns what is read from there, plain."""
+    """Store a plain vector, [D_PAD], in row `at`. Return the rounded vector, plain."""
     d = tl.arange(0, D_PAD)
     if KV == "model":
         tl.store(to + at * D + d, x, mask=d < D)
@@ -113,7 +112,7 @@ def place(to, at, x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def rounded(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """A plain vector, [D_PAD], as `load` reads it once it is placed."""
+    """Round a plain vector, [D_PAD]: return the mixed vector that `load` returns after `place`."""
     if KV != "model":
         code, scale = _encoded(x[None, :].to(tl.float32), D, D_PAD, KV)
         x = tl.reshape(_decoded(code, scale), [D_PAD])
@@ -125,8 +124,9 @@ def rounded(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def hadamard(x, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Multiply blocks of vectors, float32 [n, D_PAD], by the matrix of ones and minus ones. Sums have the order of
-    `kvdsl.interp.rounding`, so that all backends find the same codes.
+    """Multiply the blocks of vectors, float32 [n, D_PAD], by the Hadamard matrix of entries 1 and -1.
+
+    Sums follow the order of `kvdsl.interp.rounding`, so all backends compute the same codes.
     """
     d = tl.arange(0, D_PAD)[None, :]
     for n in tl.static_range(0, 16):
@@ -138,7 +138,7 @@ def hadamard(x, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def plain(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Mixed vectors, [n, D_PAD], as plain ones. The matrix is its own inverse times the size of a block."""
+    """Convert mixed vectors, [n, D_PAD], to plain ones. The matrix times itself is the block size times the identity."""
     if KV == "int4":
         x = hadamard(x, D, D_PAD) * (1.0 / (D & -D))
     return x
@@ -146,7 +146,7 @@ def plain(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def plain_vector(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """One mixed vector, [D_PAD], as a plain one."""
+    """Convert one mixed vector, [D_PAD], to a plain one."""
     if KV == "int4":
         x = tl.reshape(plain(x[None, :], D, D_PAD, KV), [D_PAD])
     return x
@@ -157,7 +157,7 @@ def plain_vector(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def _scales(D: tl.constexpr, KV: tl.constexpr):
-    """The scales of a row."""
+    """Return the number of scales per row."""
     if KV == "int4":
         count = (D + GROUP - 1) // GROUP
     else:
@@ -167,17 +167,17 @@ def _scales(D: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def _scale_of(start, s, D: tl.constexpr, KV: tl.constexpr):
-    """Where scales s of rows begin. A row may begin at any byte, so that a scale is two of these."""
+    """Return pointers to the first bytes of scales s. Rows may be unaligned, so callers load each scale as two bytes."""
     return start + (row(D, KV) - 2 * _scales(D, KV)) + 2 * s
 
 
 @triton.jit
 def _byte(d, D: tl.constexpr, KV: tl.constexpr):
-    """The byte of each dim's code, and by how many bits the code is shifted there."""
+    """Return the byte that holds each dim's code, and the code's shift in bits within it."""
     if KV == "int4":
         first, i = d // GROUP * GROUP, d % GROUP
         half = GROUP // 2
-        if D // GROUP * GROUP != D:  # fewer dims share the last scale
+        if D // GROUP * GROUP != D:  # the last scale covers fewer dims
             half = tl.maximum(tl.minimum(GROUP, D - first) // 2, 1)
         byte, shift = first // 2 + i % half, tl.where(i < half, 0, 4)
     else:
@@ -187,12 +187,12 @@ def _byte(d, D: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def _number(code, KV: tl.constexpr):
-    """The numbers that codes, int32, stand for."""
+    """Return the numbers that codes, int32, represent, without their scales."""
     if KV == "int4":
         x = ((code & 15) - 8).to(tl.float32)
     elif KV == "int8":
         x = (code << 24 >> 24).to(tl.float32)
-    else:  # e4m3: exponents begin at 2**-6, below which steps are 2**-9
+    else:  # e4m3: the least normal number is 2**-6; subnormals have steps of 2**-9
         size = code & 127
         normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         x = tl.where(size < 8, size.to(tl.float32) * 2.0**-9, normal)
@@ -202,7 +202,7 @@ def _number(code, KV: tl.constexpr):
 
 @triton.jit
 def _decoded(x, scale):
-    """Numbers, [n, D_PAD], times their scales, [n, S]."""
+    """Multiply numbers, [n, D_PAD], by their scales, [n, S]."""
     n: tl.constexpr = x.shape[0]
     S: tl.constexpr = scale.shape[1]
     return tl.reshape(tl.reshape(x, [n, S, x.shape[1] // S]) * scale[:, :, None], x.shape)
@@ -210,8 +210,9 @@ def _decoded(x, scale):
 
 @triton.jit
 def _encoded(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
-    """Codes of a plain vector, float32 [1, D_PAD], as numbers, and its scales, [1, S]; 0 and NaN where numbers that share a scale are not
-    all finite.
+    """Return a plain vector's codes as numbers, [1, D_PAD], and its scales, [1, S]. `x`: float32 [1, D_PAD].
+
+    If any number under a scale is not finite, its codes are 0 and the scale is NaN.
     """
     S: tl.constexpr = D_PAD // GROUP if KV == "int4" and D_PAD > GROUP else 1
     if KV == "int4":
@@ -233,20 +234,20 @@ def _encoded(x, D: tl.constexpr, D_PAD: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def _scale(x):
-    """Positive float32 numbers, rounded up to bfloat16."""
+    """Round positive float32 numbers up to bfloat16, and to 2**-126 at least."""
     bits = (x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
     return tl.maximum(bits.to(tl.float32, bitcast=True), SMALLEST)
 
 
 @triton.jit
 def _nearest(x):
-    """The nearest integers of numbers below 2**22, of two the even one."""
+    """Round numbers of size below 2**22 to the nearest integer, ties to even."""
     return (x + HALVES) - HALVES
 
 
 @triton.jit
 def _float8(x):
-    """The nearest e4m3 numbers of float32 numbers up to 448, as codes."""
+    """Round float32 numbers of size up to 448 to e4m3. Return the codes."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     small = _nearest(tl.abs(x) * 512.0).to(tl.int32)

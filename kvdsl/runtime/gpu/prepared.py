@@ -1,7 +1,7 @@
-"""A layer's launches, prepared: from token to token only the addresses of what is new are filled in.
+"""Prepared launches of a layer: later tokens only replace the addresses of new tensors.
 
-Triton looks at every argument at every launch, to find the kernel that was compiled for such. With forty arguments that takes longer
-than most of these kernels run.
+Triton inspects every argument at every launch to find the compiled kernel. With forty arguments this takes longer than most of these
+kernels run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.state.slots import SameTensors, SlotState
 
 _ALIGNED = 16
-"""Bytes: a kernel is compiled for pointers that are multiples of this, or for others."""
+"""Bytes. Triton compiles separate kernels for pointers that are multiples of this and for others."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: see `kvdsl.runtime.gpu.launch.launch`."""
+    """The arguments of one `kvdsl.runtime.gpu.launch.launch`."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -31,12 +31,12 @@ class Launch:
 
 
 class Prepared:
-    """The launches of one token, made once and to be made again for others.
+    """The launches of one token, run once and repeatable for others.
 
-    It holds while the state's tensors are the same objects, and calls are of one kind, in one workspace.
+    They stay valid while the state's tensors are the same objects and calls have the same kind and workspace.
 
     Args:
-        fresh: the tensors that every token has of its own, by the names that the kernels have for them; None: not there.
+        fresh: the tensors that change with every token, by kernel argument; None: absent.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Prepared:
         self._kind = _kind(state, call, fresh)
         self._runs = [_Run(one, fresh) for one in launches]
         self._same = SameTensors(state)
-        self._angles = [run.angles for run in self._runs]  # they outlive their cache of tables
+        self._angles = [run.angles for run in self._runs]  # keep the tables alive: their own cache may drop them
 
     def serves(self, state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]) -> bool:
-        """Whether all that was prepared holds for this call."""
+        """Return whether the prepared launches are valid for this call."""
         return self._same.holds(state) and self._kind == _kind(state, call, fresh)
 
     def run(self, fresh: Mapping[str, Tensor | None]) -> None:
-        """Launch everything for another token."""
+        """Run all launches for another token."""
         addresses = {name: _address(tensor) for name, tensor in fresh.items()}
         for one in self._runs:
             one(addresses)
 
 
 class _Run:
-    """A launch, made when this is."""
+    """One launch. Constructing it runs the launch once; calling it repeats the launch with other addresses."""
 
     def __init__(self, one: Launch, fresh: Mapping[str, Tensor | None]) -> None:
         compiled = launch(one.kernel, one.grid, one.arguments, one.options)
@@ -81,7 +81,7 @@ def _address(argument: Any) -> Any:
 
 
 def _kind(state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]) -> tuple[object, ...]:
-    """What the launches say of a call, but for addresses."""
+    """Return all of a call that the launches depend on, except addresses."""
     tensors = [None if x is None else (x.dtype, x.shape, x.data_ptr() % _ALIGNED == 0) for x in fresh.values()]
     layer = (state.layer, state.head_offset, state.seed, state.evicts, state.selects, state.even)
     return (*tensors, *layer, call.scaling, call.softcap, call.window, call.rope)

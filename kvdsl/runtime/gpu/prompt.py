@@ -1,8 +1,7 @@
-"""What the queries of a prompt give the slots, and who leaves then, by Triton: launches the kernels of `templates/triton/observe.py.jinja`
-and `settle_prompt.py.jinja`.
+"""Statistics and evictions of a prompt: launches of the kernels of `templates/triton/observe.py.jinja` and `settle_prompt.py.jinja`.
 
-Every program of `observe` has its own slots and adds up in registers what all queries give them, so that nothing is of the size of
-queries x slots, and there are no atomics: the same prompt always gives the same columns, bit for bit.
+Each program of `observe` owns some slots and accumulates over all queries in registers. So no tensor has queries x slots elements, and
+there are no atomics: the same prompt always yields the same columns, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     """Fold every query that matters into the columns of the slots; see `kvdsl.runtime.torch.statistics.observe`.
 
     Args:
-        kernels: the policy's generated kernels. dot: what these multiply matrices in.
-        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
+        kernels: the policy's generated kernels. dot: the dtype of their matrix products.
+        lse: float32 [batch, kv_heads, group, tokens], from `kvdsl.runtime.torch.dense.attend`.
 
     Raises:
-        KvdslError: if the query heads of a KV head lie further apart than 32 bits count.
+        KvdslError: if offsets between the query heads of a KV head exceed 32 bits.
     """
     query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
     refuse_far(query, prompt.group)
@@ -65,9 +64,9 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
 
 
 def refuse_far(query: Tensor, group: int) -> None:
-    """Raise KvdslError if the query heads of a KV head, [batch, query_heads, tokens, dim], lie too far apart.
+    """Raise KvdslError if offsets between the query heads of a KV head, [batch, query_heads, tokens, dim], exceed 32 bits.
 
-    Offsets in the loop over them are 32 bits wide: 64 would take registers that `observe` does not have.
+    Offsets in the loop over them have 32 bits: 64 would take registers that `observe` does not have.
     """
     if (group - 1) * query.stride(1) >= 2**31:
         raise KvdslError(
@@ -77,7 +76,10 @@ def refuse_far(query: Tensor, group: int) -> None:
 
 
 def settle(kernels: Any, held: Held) -> bool:
-    """See `kvdsl.runtime.torch.eviction.Kernel`: there is none where heads or layers decide together, or keys or values say who leaves."""
+    """Evict after a prompt and return True, or return False without a kernel; see `kvdsl.runtime.torch.eviction.Kernel`.
+
+    Policies have none if heads or layers choose victims together, or if the choice depends on keys or values.
+    """
     state, position = held.state, held.position
     if not hasattr(kernels, "settle_prompt") or state.spec.across_layers:
         return False
@@ -97,13 +99,13 @@ def settle(kernels: Any, held: Held) -> bool:
 
 
 def _queries(prompt: Prompt) -> Tensor:
-    """[batch, query_heads, tokens, dim] as attention sees them; turned ones, and keys, are float32."""
+    """Return the queries as attention sees them, [batch, query_heads, tokens, dim]; float32 if rotated."""
     everything = slice(None)
     return prompt.queries(everything, everything, everything).flatten(1, 2) if prompt.turns else prompt.call.query
 
 
 def _texts(prompt: Prompt, first: int) -> dict[str, Any]:
-    """Where every row's new tokens stand in its text, and among the queries. `first`: the first query that counts."""
+    """Return the text positions of every row's new tokens, and their order. `first`: the first query that counts."""
     real = prompt.position >= 0
     behind = prompt.position.amax(1) + 1
     first_new = behind - real.sum(1, dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""What compiled kernels would do on a GPU, estimated from their machine code alone: a GPU may say otherwise.
+"""Performance estimates of compiled kernels, from their machine code alone. No GPU measures anything here.
 
-Of every innermost loop: instructions a slot, how wide its loads are, and for a step of a given shape how long a chip would take at
-least to issue its instructions and to read what it asks for. Latencies, caches and launches are left out, so the greater of the two
-is a floor, not a forecast.
+The report lists every innermost loop: instructions per slot, widths of loads, and for a decode step of a given shape the least time to
+issue the instructions and to read the data. Estimates ignore latencies, caches and launches. So the larger of the two times is a lower
+bound, not a forecast.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Chip:
     """One GPU of an architecture.
 
     Attributes:
-        name: which. processors: multiprocessors, each with four schedulers. gigahertz: of their clock.
-        terabytes: a second, from memory.
-        registers: of a multiprocessor, 32 bits each. shared: bytes of shared memory of it. reserved: bytes of that which each program
-            takes besides its own. warps: that it holds at most.
+        name: product name. processors: multiprocessors, each with four schedulers. gigahertz: their clock.
+        terabytes: memory bandwidth, TB/s.
+        registers: per multiprocessor, 32 bits each. shared: bytes of shared memory per multiprocessor. reserved: bytes of it that the
+            system reserves per program. warps: most resident warps per multiprocessor.
     """
 
     name: str
@@ -51,16 +51,16 @@ CHIPS = {
     "hip:gfx90a": Chip("MI250X, a half", 110, 1.7, 1.6, 131072, 64 << 10, 0, 32),
     "hip:gfx942": Chip("MI300X", 304, 2.1, 5.3, 131072, 64 << 10, 0, 32),
 }
-"""As their makers' data sheets have them, with the highest clock."""
+"""From the vendors' data sheets, with the highest clock."""
 
 _SCHEDULERS = 4
 _REGISTERS_AT_ONCE = 8
-"""A thread's registers are given out in multiples of this."""
+"""GPUs allocate a thread's registers in multiples of this."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The step that times are estimated for: rows, KV heads of each, slots of each of those."""
+    """The decode step that estimates assume: rows, KV heads per row, slots per KV head."""
 
     batch: int = 8
     kv_heads: int = 8
@@ -72,12 +72,12 @@ class LoopRow:
     """One innermost loop of a kernel.
 
     Attributes:
-        kernel, loop: where. times: how many loops are alike.
-        per_slot: instructions of a warp for each slot, or in a prompt's kernels for each score (a slot, a query, a query head).
-        loads: how many loads of how many bits a thread has in a round, as 16x128.
-        products, barriers: of matrices, and of a program's warps, in a round.
-        issue_us, read_us: the least time for the step's slots to issue this loop's instructions, and to read what it asks for;
-            nothing is said of prompts' kernels, and of what `choose` does with candidates, who may be few or all.
+        kernel, loop: names of both. times: number of identical loops.
+        per_slot: warp instructions per slot, or in a prompt's kernels per score (a slot, a query, a query head).
+        loads: loads per thread and iteration, as count x bits, such as 16x128.
+        products, barriers: matrix products and barriers per iteration.
+        issue_us, read_us: the least microseconds to issue this loop's instructions and to read its data, over the step's slots. None for
+            prompts' kernels, and for loops of `choose` over candidates, whose number is unknown.
     """
 
     kernel: str
@@ -93,10 +93,10 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a kernel takes of a multiprocessor.
+    """A kernel's resource usage on a multiprocessor.
 
     Attributes:
-        programs: how many of its programs a multiprocessor holds. buffers: of its tiles in shared memory, as 1x64x128xbf16.
+        programs: resident programs per multiprocessor. buffers: pipelined tiles in shared memory, such as 1x64x128xbf16.
         loops: its innermost loops.
     """
 
@@ -106,13 +106,13 @@ class Taken:
 
 
 def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], step: Workload, target: str) -> Taken:
-    """The report of one compiled kernel.
+    """Return the report of one compiled kernel.
 
     Args:
-        registers: of a thread. shape: the kernel's constants.
+        registers: per thread. shape: the kernel's constants.
 
     Raises:
-        KvdslError: if nothing is known of the target.
+        KvdslError: if `CHIPS` lacks the target.
     """
     if target not in CHIPS:
         raise KvdslError(f"--report knows {', '.join(CHIPS)}, not {target}")
@@ -123,7 +123,7 @@ def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], ste
 
 
 def _programs(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -> int:
-    """How many programs a multiprocessor holds: registers, shared memory and warps allow."""
+    """Return how many programs fit on a multiprocessor, by registers, shared memory and warps."""
     each = -(-registers // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE * lanes * warps
     return min(chip.registers // each, chip.shared // (shared + chip.reserved or 1), chip.warps // warps)
 
@@ -144,7 +144,7 @@ def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: 
 
 
 def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Workload, chip: Chip) -> int:
-    """Multiprocessors that share a step's rounds. What `settle` calls when the last of a head's programs has arrived, one program does."""
+    """Return how many multiprocessors share a loop's iterations. In `settle` only the head's last program runs the called functions."""
     if kernel in _SPLIT:
         return chip.processors
     heads, pieces = step.batch * step.kv_heads, 1
@@ -156,7 +156,7 @@ def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Workload, chip
 
 
 def _round(loop: Loop, shape: dict[str, int]) -> int:
-    """Slots of a round, and in prompts' kernels scores: of all heads of a group, unless the loop is the one over them."""
+    """Return slots per iteration. In prompts' kernels return scores: of one query head in the loop over heads, otherwise of the group."""
     if loop.name.startswith("count_levels"):
         return int(COUNTED.value)
     if "SLOTS" not in shape:
@@ -166,16 +166,16 @@ def _round(loop: Loop, shape: dict[str, int]) -> int:
 
 
 _SPLIT = ("attend", "look")
-"""Kernels whose programs share a head's slots, and are as many as the chip has room for; of the others each has a head of its own,
-but for `settle` and `choose`, where it may be shared.
+"""Kernels that split a head's slots over as many programs as fill the chip. Others use one program per head; `settle` and `choose` may use
+several.
 """
 
 _OF_ALL_SLOTS = ("narrow", "clear")
-"""Loops of `choose` over all of a head's slots, which its programs share."""
+"""Loops of `choose` over all slots of a head; its programs share them."""
 
 
 def _counted(found: list[Loop]) -> Iterator[tuple[Loop, int]]:
-    """Loops that are alike once, in the order of the first."""
+    """Yield each distinct loop with its number of occurrences, in order of first occurrence."""
     return ((loop, found.count(loop)) for n, loop in enumerate(found) if loop not in found[:n])
 
 
@@ -191,5 +191,5 @@ def _loops(compiled: Any) -> list[Loop]:
 
 
 def _buffers(ttgir: str) -> list[str]:
-    """Tiles in shared memory that a loop fills while it works on others: how many, and of what."""
+    """Return the pipelined tiles in shared memory: buffers x shape x dtype."""
     return re.findall(r"local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(\d+x\d+x\d+x\w+)", ttgir)

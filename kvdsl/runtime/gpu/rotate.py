@@ -1,15 +1,15 @@
-"""Device functions of `attend` under compact positions: keys are turned in registers, between memory and the dot product.
+"""Device functions of `attend` under compact positions: they rotate keys in registers, between the load and the dot product.
 
-A cached key stays as it was rotated at its place in the text, but scores are to be as if it stood at its rank among the live slots,
-and the query at its own token's. A rotary score depends only on how far the two are apart (Su et al. 2021, "RoFormer", eq. 16), so it
-is enough that every key comes nearer by as many positions as were evicted between them. That is nothing at all for what followed
-the last eviction in the text, which is most of a sliding window: such blocks are multiplied as they are. Keys that turn alike, as
-sinks do, read the same angles, which the cache has: turning the query for them instead would save nothing.
+A cached key is rotated for its text position, but its score must correspond to its rank among the live slots, with the query at its own
+token's rank. A rotary score depends only on the distance of query and key (Su et al. 2021, "RoFormer", eq. 16). So it suffices to shift
+every key toward the query by the number of tokens evicted between them. For keys after the last evicted token, which are most of a sliding
+window, the shift is 0, and `attend` multiplies such blocks unrotated. Keys with equal shifts, such as sinks, read the same angles from the
+GPU's cache, so rotating the query for them would save nothing.
 
-Legend, beyond the one of `attend`:
-    j: one of PAIRS pairs of dims, each of which turns by an angle of its own: dims OFFSET + j and OFFSET + PAIRS + j, or side by side
-    if INTERLEAVED. r: one of the dims that do not turn; R_PAD is 0 if there are none.
-    by: how many positions each of a block's keys comes nearer, [BLOCK]; 0 for slots that the query does not see.
+Legend, in addition to the one of `attend`:
+    j: one of PAIRS pairs of dims, each with its own angle: dims OFFSET + j and OFFSET + PAIRS + j, or adjacent dims if INTERLEAVED.
+    r: one of the dims that are not rotated; R_PAD is 0 if there are none.
+    by: each key's shift toward the query in positions, [BLOCK]; 0 for slots that the query does not see.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEAR, FAR = tl.constexpr(DIGITS[0]), tl.constexpr(DIGITS[1])
 
 @triton.jit
 def turns(pos, rank, visible, evicted):
-    """By how many positions each key comes nearer. `evicted`: how many tokens left from before the query's own."""
+    """Return each key's shift, `by`. `evicted`: number of evicted tokens before the query's own."""
     return tl.where(visible, tl.maximum(evicted - (pos - rank), 0), 0)
 
 
@@ -40,8 +40,9 @@ def parts(
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """These vectors of x, as far as they are `held`: the first and the second dims of the pairs, [rows, P_PAD] each, and all other
-    dims, [rows, R_PAD].
+    """Load rows of x: the first and the second dims of the pairs, [rows, P_PAD] each, and all other dims, [rows, R_PAD].
+
+    Rows where `held` is false are zeros. If R_PAD is 0, the third result is undefined.
     """
     start = x + rows[:, None] * D
     first, second = _pairs(start + OFFSET, held, PAIRS, P_PAD, INTERLEAVED)
@@ -55,7 +56,7 @@ def parts(
 
 @triton.jit
 def _pairs(start, held, PAIRS: tl.constexpr, P_PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first and the second dims of the pairs of vectors whose rotated dims begin at `start`, [rows, 1]; [rows, P_PAD] each."""
+    """Load the first and the second dims of the pairs, [rows, P_PAD] each. `start`: pointers to the rotated dims, [rows, 1]."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * P_PAD)[None, :]
         found = tl.load(start + both, mask=held[:, None] & (both < 2 * PAIRS), other=0.0)
@@ -70,7 +71,7 @@ def _pairs(start, held, PAIRS: tl.constexpr, P_PAD: tl.constexpr, INTERLEAVED: t
 
 @triton.jit
 def place_half(half, key, PAIRS: tl.constexpr, P_PAD: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Write the rotated half of a key: a pair (a, b) becomes (-b, a), as `Rope.rotate_half` has it. Both are one vector's."""
+    """Store a key's rotated half: a pair (a, b) becomes (-b, a), as in `Rope.rotate_half`. `half`, `key`: one vector each."""
     j = tl.arange(0, 2 * P_PAD)
     first, partner = _partner(j, PAIRS, INTERLEAVED)
     x = tl.load(key + OFFSET + partner, mask=j < 2 * PAIRS, other=0.0).to(tl.float32)
@@ -79,7 +80,7 @@ def place_half(half, key, PAIRS: tl.constexpr, P_PAD: tl.constexpr, OFFSET: tl.c
 
 @triton.jit
 def _partner(j, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of dims that turn, counted from the first one: whether each is its pair's first, and the other dim of the pair."""
+    """Return whether rotated dims j, counted from OFFSET, are first in their pair, and the other dim of each pair."""
     if INTERLEAVED:
         first, partner = j % 2 == 0, j ^ 1
     else:
@@ -90,7 +91,7 @@ def _partner(j, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def nearer(k, by, angles, D_PAD: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """A block of keys, float32 [BLOCK, D_PAD], each turned by its number of positions."""
+    """Rotate a block of keys, float32 [BLOCK, D_PAD], each by its shift."""
     if tl.max(by, 0) > 0:
         d = tl.arange(0, D_PAD)[None, :]
         j = d - OFFSET
@@ -105,13 +106,13 @@ def nearer(k, by, angles, D_PAD: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.c
 
 @triton.jit
 def scores(
-    q_first,  # [G_PAD, P_PAD], as `parts` has it, with all that follows of the query
+    q_first,  # [G_PAD, P_PAD]; these three are the query's `parts`
     q_second,
     q_other,
-    k_first,  # [BLOCK, P_PAD], and of the keys
+    k_first,  # [BLOCK, P_PAD]; these three are the keys' `parts`
     k_second,
     k_other,
-    halves,  # [BLOCK]: where each key's rotated half begins, if HALVES; they are read instead of made
+    halves,  # [BLOCK]: pointers to the stored rotated halves of the keys, if HALVES
     by,
     angles,
     PAIRS: tl.constexpr,
@@ -121,7 +122,7 @@ def scores(
     HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """dot(q, k) of the group's queries and a block of keys, each turned by its number of positions; [G_PAD, BLOCK]."""
+    """Return dot(q, k) of the group's queries and a block of keys, each rotated by its shift; [G_PAD, BLOCK]."""
     k_first, k_second = k_first.to(DOT), k_second.to(DOT)
     score = tl.zeros([q_first.shape[0], by.shape[0]], tl.float32)
     if tl.max(by, 0) > 0:
@@ -133,7 +134,7 @@ def scores(
         turned_first = k_first.to(tl.float32) * cos + half_first.to(tl.float32) * sin
         turned_second = k_second.to(tl.float32) * cos + half_second.to(tl.float32) * sin
         k_first, k_second = turned_first.to(DOT), turned_second.to(DOT)
-        if k_first.dtype != tl.float32:  # what rounding took counts as well
+        if k_first.dtype != tl.float32:  # add the products with the rounding errors, which preserves precision
             score += _product(q_first, turned_first - k_first.to(tl.float32), DOT)
             score += _product(q_second, turned_second - k_second.to(tl.float32), DOT)
     score += _product(q_first, k_first, DOT) + _product(q_second, k_second, DOT)
@@ -144,7 +145,7 @@ def scores(
 
 @triton.jit
 def _cos_and_sin(by, angles, j, PAIRS: tl.constexpr):
-    """Of the angles by which pairs j, [1, n], turn in so many positions: [rows, n] each, float32."""
+    """Return cosines and sines of the angles of pairs j, [1, n], at shifts `by`: float32 [rows, n] each."""
     cos, sin = _angle(angles, by % NEAR, by > 0, j, PAIRS)
     far_cos, far_sin = _angle(angles, by // NEAR % FAR + NEAR, by >= NEAR, j, PAIRS)
     cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
@@ -156,7 +157,7 @@ def _cos_and_sin(by, angles, j, PAIRS: tl.constexpr):
 
 @triton.jit
 def _angle(angles, row, wanted, j, PAIRS: tl.constexpr):
-    """Cosines and sines of pairs j from these rows of the table, [rows, n]; those of no turn at all where none is wanted."""
+    """Load cosines and sines of pairs j from rows of the table, [rows, n] each; 1 and 0 where `wanted` is false."""
     at = angles + row[:, None] * (2 * PAIRS) + j
     wanted = wanted[:, None] & (j < PAIRS)
     return tl.load(at, mask=wanted, other=1.0), tl.load(at + PAIRS, mask=wanted, other=0.0)
@@ -164,5 +165,5 @@ def _angle(angles, row, wanted, j, PAIRS: tl.constexpr):
 
 @triton.jit
 def _product(q, k, DOT: tl.constexpr):
-    """dot(q, k) of queries [G_PAD, dims] and keys [BLOCK, dims]."""
+    """Return dot(q, k) of queries [G_PAD, dims] and keys [BLOCK, dims]."""
     return tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")

@@ -1,4 +1,4 @@
-"""One decoded token of some caches of one layer: what a serving engine's step is. The caches are the rows of one state."""
+"""Decode steps of a serving engine: one token for some of a layer's caches. The caches are the rows of one state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kvdsl.runtime.state.rows import places_of, put
 from kvdsl.runtime.state.slots import SlotState
 
 Shared = dict[tuple[int, tuple[Any, ...]], dict[str, Tensor]]
-"""By the rows that they are for, and by what else they fit."""
+"""Workspace tensors, by rows of a step and by `fits`."""
 
 
 class Rows:
-    """The caches of one layer, by number. Nothing here waits for the device, but `put`.
+    """The numbered caches of one layer. Only `put` waits for the device.
 
     Args:
-        backend: serves them all.
-        state: their tensors: allocated, with all slots that a cache may ever have.
-        rope: how the model turns keys, for policies that keep what follows from it.
-        shared: gets the tensors that steps work in, by what they are for: layers of one model, of which one is served at a time, work in
-            the same. None: these are this layer's own.
+        backend: the backend of all caches.
+        state: their allocated tensors, with the most slots that a cache may need.
+        rope: the model's rotation of keys, for policies that store rotated halves.
+        shared: workspace tensors, one dict for all layers of a model: layers run one at a time, so they share these. None: the layer has
+            its own.
 
     Raises:
-        KvdslError: for slots that lie otherwise than one after the other.
+        KvdslError: if slots are not contiguous, or may grow.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Rows:
             copies.keep_length(state)
         self._places = places_of(state)
         self._works: dict[tuple[int, Sizes], Workspace] = {}
-        """By the rows that they are for, a power of two, so that they are few; and by the sizes of the step's vectors."""
+        """By rows of a step, rounded up to a power of two to keep them few, and by the sizes of its vectors."""
         self._shared: Shared = {} if shared is None else shared
 
     def make_ready(self, most: int, call: AttentionCall) -> None:
-        """Have everything for steps of up to so many caches: kernels that are compiled, and what they work in. No cache changes.
+        """Compile the kernels and allocate the workspaces for steps of up to `most` caches. No cache changes.
 
         Args:
-            call: of one token of one row, such as steps will have.
+            call: one token of one row, of the same kind as later steps.
         """
         rows = 1
         while rows < 2 * most:
@@ -67,10 +67,10 @@ class Rows:
             rows *= 2
 
     def put(self, numbers: Tensor, left: SlotState) -> None:
-        """Have these caches, int64 [batch of `left`], be what prompts have left in the rows of a state.
+        """Copy the rows of `left`, a state after its prompts, to the caches `numbers`, int64 [batch of `left`].
 
         Raises:
-            KvdslError: if a prompt has left more than a cache holds.
+            KvdslError: if a row of `left` holds more tokens than a cache has slots.
         """
         state = self._state
         put(left, numbers, self._places, state.slots)
@@ -83,14 +83,14 @@ class Rows:
 
     @plain_tensors()
     def decode(self, numbers: Tensor, call: AttentionCall) -> Tensor:
-        """One token of each of these caches; [batch, 1, query_heads, value_dim].
+        """Decode one token of each of these caches. Return [batch, 1, query_heads, value_dim].
 
         Args:
-            numbers: int32 [batch], on the device; no two the same but where the call says that its rows are not `real`.
+            numbers: int32 [batch], on the device; without duplicates, except for rows that the call marks as not `real`.
             call: [batch, heads, 1, dim].
 
         Raises:
-            KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
+            KvdslError: if the new tokens differ from the caches in dtype or sizes: kernels receive bare pointers.
         """
         self._state.check_fits(call.key, call.value, len(call.query), self._state.position.shape[1])
         with on(call.query.device):

@@ -1,15 +1,16 @@
-"""Device functions of `look` and `choose`, the two launches that come first where a query attends to a selection.
+"""Device functions of `look` and `choose`, the first two launches of a step that attends to a selection.
 
-`look` grades the slots (or the pages) of one split by something cheap, and counts them by level. `choose` finds the highest of a KV head
-without sorting, and lists their slots, which `attend` then reads in place: its programs share the head's, and each keeps what the counts
-leave in question; the last to arrive chooses from that. `kernels_triton.py` has what differs from policy to policy.
+`look` grades the slots or pages of one split by a cheap score, and counts them by level. `choose` finds a KV head's highest grades without
+sorting, and lists their slots; `attend` reads these in place. The programs of `choose` share the head's units: each lists the candidates
+that the counts cannot rule out, and the last program to finish chooses among all candidates. `kernels_triton.py` contains the code that
+differs between policies.
 
-Legend, beyond the one of `kernels_triton.py`:
-    W: dims of the sketch. j: one of them, by its place. P: pages per KV head that there is room for.
-    unit: what is chosen as a whole: a slot, or a page. Unit N of the slots is the new token, which is in no slot yet.
+Legend, in addition to the one of `kernels_triton.py`:
+    W: dims of the sketch. j: index of one of them. P: capacity in pages per KV head.
+    unit: a slot or a page, chosen as a whole. Among slots, unit N is the new token, which has no slot yet.
 
-The order is the one of `kvdsl.runtime.torch.selection`: the highest first, a NaN below everything, -0 like +0, of equals the newer token
-or page (for dims the lower one); what is protected comes before everything else.
+`kvdsl.runtime.torch.selection` defines the order: the highest comes first, NaN ranks lowest, -0 equals +0, and among equals the newer token
+or page (the lower dim) wins. Protected units come before all others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import layout, ops, packed
 
-UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades that no number has
-LEVELS, COUNTED = tl.constexpr(256), tl.constexpr(1024)  # of grades, and how many of those are counted at a time
+UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades of no number
+LEVELS, COUNTED = tl.constexpr(256), tl.constexpr(1024)  # levels of grades, and grades counted per iteration
 SIGN = tl.constexpr(-(2**31))
 
 # -- the sketch --------------------------------------------------------------------------------------------------------
@@ -28,14 +29,14 @@ SIGN = tl.constexpr(-(2**31))
 
 @triton.jit
 def is_due(prompt, row, now, every):
-    """Whether the sketch is found anew at this query: the prompt's last one was the first of so many, or this one is the first of all."""
+    """Return whether this query rebuilds the sketch: every `every` queries, counted from the prompt's last one, and at position 0."""
     return (now == 0) | ((now + 1 - tl.load(prompt + row)) % tl.maximum(every, 1) == 0)
 
 
 @triton.jit
 def highest_dims(by, d, count, width, D: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr):
-    """The `count` dims of the highest grades, ascending; -1 behind them. [W_PAD]."""
-    key = (ops.grade(by).to(tl.int64) << 32) | (D - 1 - d).to(tl.int64)  # no two dims have the same
+    """Return the `count` dims with the highest grades, ascending, padded with -1; [W_PAD]."""
+    key = (ops.grade(by).to(tl.int64) << 32) | (D - 1 - d).to(tl.int64)  # unique
     key = tl.where(d < D, key, ops.BELOW_ALL)
     count = tl.minimum(count, width)
     bar = tl.min(tl.where(tl.arange(0, D_PAD) < count, tl.sort(key, descending=True), ops.ABOVE_ALL), 0)
@@ -63,7 +64,7 @@ def gather_keys(
     SIZE: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """Write the keys of the slots from `first` to `end` over the sketch's dims beside them, where the sketch is new."""
+    """Copy the sketch's dims of the keys in slots `first` to `end` to `sketch_keys`, for a new sketch."""
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         held = tl.load(position + i, mask=i < end, other=-1) >= 0
@@ -71,13 +72,14 @@ def gather_keys(
         rows = layout.rows(i.to(tl.int64), held, table, SIZE)
         k = packed.over(keys, rows, held, dims, D, D_PAD, KV)
         tl.store(sketch_keys + i.to(tl.int64)[:, None] * width + j[None, :], k, mask=there)
-    tl.debug_barrier()  # before other threads of the program read them
+    tl.debug_barrier()  # other threads of the program read them next
 
 
 @triton.jit
 def sketched_keys(sketch_keys, at, filled, held, dims, j, width):
-    """The keys of these slots over the sketch's dims, [n, W_PAD]. Loads are wide where dims do not decide, and do not wait where tokens
-    do not.
+    """Load the sketch's dims of slots' keys, [n, W_PAD]; zeros where `held` is false.
+
+    The mask of the load omits `dims`, which keeps loads wide, and `held`, so that they do not wait for positions.
     """
     there = held[:, None] & (dims >= 0)[None, :]
     k = tl.load(sketch_keys + at[:, None] * width + j[None, :], mask=filled[:, None] & (j < width)[None, :], other=0.0)
@@ -98,51 +100,51 @@ def place_in_sketch(
     W_PAD: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """Append the new token's key to the compact ones. `new_key`: its head's."""
+    """Store the sketch's dims of the new token's key in `sketch_keys`. `new_key`: the head's."""
     j = tl.arange(0, W_PAD)
     dims = tl.load(sketch + pair * width + j, mask=j < width, other=-1)
     tl.store(sketch_keys + (pair * slots + slot) * width + j, packed.over_new(new_key, dims, D, D_PAD, KV), mask=dims >= 0)
 
 
-# -- looking at slots --------------------------------------------------------------------------------------------------
+# -- grades of slots ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def product(q, k, g, G: tl.constexpr, HOW: tl.constexpr, DOT: tl.constexpr):
-    """dot(q, k) of keys [n, W] and the group's queries [G_PAD, W], reduced over the group: [n]."""
+    """Return dot(q, k) of keys [n, W] and the group's queries [G_PAD, W], reduced over the group: [n]."""
     return ops.over_group(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee"), g, G, HOW)
 
 
 @triton.jit
 def grade_slots(grades, i, mine, pos, now, window, by):
-    """Leave the grades of slots i."""
+    """Store the grades of slots i; UNSEEN for slots that the query cannot see."""
     seen = (pos >= 0) & (now - pos < window)
     tl.store(grades + i, tl.where(seen, ops.grade(by), UNSEEN), mask=mine)
 
 
 @triton.jit
 def grade_new(grades, slots, q, key, g, G: tl.constexpr, HOW: tl.constexpr):
-    """Leave the new token's grade, of its key [W] and the group's queries [G_PAD, W]."""
+    """Store the new token's grade, from its key [W] and the group's queries [G_PAD, W]."""
     products = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1)[:, None]
     tl.store(grades + slots + tl.arange(0, 1), ops.grade(ops.over_group(products, g, G, HOW)))
 
 
-# -- looking at pages --------------------------------------------------------------------------------------------------
+# -- grades of pages ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def look_at_pages(
-    query,  # [G, D], with all that follows: one KV head's
+    query,  # [G, D]; this and the following belong to one KV head
     new_key,  # [D]
     keys,  # [N, D]
-    page_bounds,  # [P, 2, D]: the smallest and the largest key of every page, without the new token
-    grades,  # [N + 16] int32: gets the pages'
+    page_bounds,  # [P, 2, D]: minimum and maximum of each page's keys per dim, without the new token
+    grades,  # [N + 16] int32: receives the grades of pages
     first,
     end,
-    size,  # of a page, in tokens
+    size,  # tokens per page
     now,
     oldest,  # the first position that the query sees
-    anew,  # whether the bounds are still to be made
+    anew,  # whether to compute the bounds from the keys
     G: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -152,7 +154,7 @@ def look_at_pages(
     SIZE: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """Grade one split's pages, from `first` on, by what a key in them can score at most. The token at position p is in slot p."""
+    """Grade one split's pages, `first` to `end`, by an upper bound on their keys' scores. The token at position p is in slot p."""
     d = tl.arange(0, D_PAD)
     new = packed.rounded(tl.load(new_key + d, mask=d < D, other=0.0), D, D_PAD, KV)
     new = packed.plain_vector(new, D, D_PAD, KV).to(tl.float32)[None, :]
@@ -169,7 +171,7 @@ def look_at_pages(
         else:
             low = tl.load(low_at, mask=there, other=float("inf")).to(tl.float32)
             high = tl.load(low_at + D, mask=there, other=float("-inf")).to(tl.float32)
-        if (start * size < oldest) & ((start + BLOCK) * size > oldest):  # a page has left the window in part
+        if (start * size < oldest) & ((start + BLOCK) * size > oldest):  # a page is only partly in the window
             rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, table, SIZE, D, D_PAD, BLOCK, KV)
             cut = (begins < oldest)[:, None]
             low, high = tl.where(cut, rest_low, low), tl.where(cut, rest_high, high)
@@ -195,7 +197,7 @@ def _bounds(
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """The smallest and the largest of the keys of pages, from position `oldest` on; dim by dim, [BLOCK, D_PAD] each."""
+    """Return the minimum and maximum of pages' keys per dim, from position `oldest` on; [BLOCK, D_PAD] each."""
     d = tl.arange(0, D_PAD)
     low = tl.full([BLOCK, D_PAD], float("inf"), tl.float32)
     high = tl.full([BLOCK, D_PAD], float("-inf"), tl.float32)
@@ -210,7 +212,7 @@ def _bounds(
 
 @triton.jit
 def _bound(query, low, high, d, G: tl.constexpr, D: tl.constexpr, HOW: tl.constexpr):
-    """The sum over dims of max(q * low, q * high), reduced over the group: [n]."""
+    """Return the sum over dims of max(q * low, q * high), reduced over the group: [n]."""
     found = tl.full([low.shape[0]], float("-inf") if HOW == "max" else 0.0, tl.float32)
     for g in range(G):
         q = tl.load(query + g * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -221,14 +223,14 @@ def _bound(query, low, high, d, G: tl.constexpr, D: tl.constexpr, HOW: tl.conste
 
 @triton.jit
 def look_at_means(
-    query,  # [G, D], with all that follows: one KV head's
+    query,  # [G, D]; this and the following belong to one KV head
     new_key,  # [D]
     keys,  # [N, D]
-    products,  # [N + 16] int32: gets the products with the tokens' keys, as bits
-    grades,  # [N + 16] int32: gets the pages'
+    products,  # [N + 16] int32: receives the products with the tokens' keys, as bits of float32
+    grades,  # [N + 16] int32: receives the grades of pages
     first,
     end,
-    size,  # of a page, in tokens
+    size,  # tokens per page
     now,
     oldest,  # the first position that the query sees
     G: tl.constexpr,
@@ -242,8 +244,9 @@ def look_at_means(
     SIZE: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """Grade one split's pages, from `first` on, by the product with the mean of the keys in them, which is the mean of the products. The
-    token at position p is in slot p.
+    """Grade one split's pages, `first` to `end`, by the product with the mean of their keys, which equals the mean of the products.
+
+    The token at position p is in slot p.
     """
     g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
     q = tl.load(query + g[:, None] * D + j[None, :], mask=(g[:, None] < G) & (j[None, :] < D), other=0.0)
@@ -272,7 +275,7 @@ def look_at_means(
 
 @triton.jit
 def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
-    """Widen the bounds of the new token's page by its key, [D_PAD]."""
+    """Extend the bounds of the new token's page to its key, [D_PAD]."""
     low_at = page_bounds + (now // size).to(tl.int64) * 2 * D + d
     others = d < tl.where(now % size == 0, 0, D)
     low = tl.load(low_at, mask=others, other=float("inf")).to(tl.float32)
@@ -287,7 +290,7 @@ def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
 
 @triton.jit
 def vote(grades, first, end, slots, heads, HOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Give units the grade of what all KV heads of a row find, [H, N + 16], reduced: their slots hold the same tokens."""
+    """Reduce the grades of a row's KV heads, [H, N + 16], and store the result for every head. All heads hold the same tokens."""
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         seen = tl.load(grades + i, mask=i < end, other=UNSEEN) != UNSEEN
@@ -302,7 +305,7 @@ def vote(grades, first, end, slots, heads, HOW: tl.constexpr, BLOCK: tl.constexp
                 found += one
         if HOW == "mean":
             found = tl.div_rn(found, tl.zeros([BLOCK], tl.float32) + heads)
-        tl.debug_barrier()  # all threads have read before any writes
+        tl.debug_barrier()  # all threads read before any writes
         for head in range(heads):
             tl.store(grades + head * (slots + 16) + i, ops.grade(found), mask=seen)
 
@@ -312,8 +315,10 @@ def vote(grades, first, end, slots, heads, HOW: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def level(grade):
-    """A digit in the order of grades, fine where scores are: the sign, and of sizes from 2**-4 to 2**12 the exponent and three bits.
-    What is smaller or larger shares the last level on its side; 0 is that of what is not seen alone.
+    """Return the level of a grade, 0 to 255, in the order of grades.
+
+    Levels encode the sign, and for sizes from 2**-4 to 2**12 the exponent and three bits, because most scores lie there. Smaller and larger
+    sizes share the outermost levels. UNSEEN alone has level 0.
     """
     steps = (grade ^ (grade >> 31)) >> 20
     steps = tl.minimum(tl.maximum(steps - (127 - 4) * 8, 0), 126)
@@ -322,12 +327,12 @@ def level(grade):
 
 @triton.jit
 def count_levels(
-    levels,  # [LEVELS] int32: gets how many of the split's units have which level
+    levels,  # [LEVELS] int32: receives the split's number of units per level
     grades,
     first,
     end,
 ):
-    """Count a split's grades once they are there: while they are found, they are few at a time, and several threads have each."""
+    """Count a split's grades by level, after all are stored. While grading, tiles are small and several threads hold each grade."""
     tl.debug_barrier()
     counts = tl.zeros([LEVELS], tl.int32)
     for start in range(first, end, COUNTED):
@@ -341,14 +346,14 @@ def count_levels(
 
 @triton.jit
 def tokens_with_new(held, pair, splits, S_PAD: tl.constexpr):
-    """How many tokens the head holds, the new one included."""
+    """Return the head's number of tokens, including the new one."""
     s = tl.arange(0, S_PAD)
     return tl.sum(tl.load(held + pair * splits + s, mask=s < splits, other=0), 0) + 1
 
 
 @triton.jit
 def lowest_level(levels, pair, splits, wanted, S_PAD: tl.constexpr):
-    """The highest level that as many units reach as are wanted, or all that are seen; never 0."""
+    """Return the highest level that at least `wanted` units reach, or all visible ones if they are fewer. Never 0."""
     s, own = tl.arange(0, S_PAD)[:, None], tl.arange(0, LEVELS)
     of_splits = tl.load(levels + (pair * splits + s) * LEVELS + own[None, :], mask=s < splits, other=0)
     counts = tl.where(own > 0, tl.sum(of_splits, 0), 0)
@@ -358,34 +363,34 @@ def lowest_level(levels, pair, splits, wanted, S_PAD: tl.constexpr):
 
 @triton.jit
 def share(units, piece, pieces, BLOCK: tl.constexpr):
-    """How many units a piece has, in whole blocks, and where the own ones begin and end."""
+    """Return the units per piece, in whole blocks, and the begin and end of this piece."""
     per_piece = tl.cdiv(tl.cdiv(units, pieces), BLOCK) * BLOCK
     return per_piece, piece * per_piece, tl.minimum(piece * per_piece + per_piece, units)
 
 
 @triton.jit
 def narrow(
-    position,  # [N] int32, with all that follows: one KV head's
-    grades,  # [N + 16] int32: gets CERTAIN for what is protected
-    candidates,  # [N + 16] int32: gets the piece's units that may be chosen, in order, from `begin` on
+    position,  # [N] int32; this and the following belong to one KV head
+    grades,  # [N + 16] int32: receives CERTAIN for protected units
+    candidates,  # [N + 16] int32: receives the piece's candidates, in order, from `begin` on
     begin,
     end,
-    lowest,  # the level that others must reach
+    lowest,  # the level that unprotected candidates reach
     slots,
     units,
-    size,  # of a page, in tokens
+    size,  # tokens per page
     now,
     oldest,  # the first position that the query sees
-    first,  # tokens up to this position are attended to in any case
-    last,  # and those from this one on
+    first,  # tokens up to this position are protected
+    last,  # tokens from this position on are protected
     PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List what of one piece may be chosen: what is protected, and what reaches a level; says how many that are."""
+    """List one piece's candidates: protected units, and units that reach the level `lowest`. Return their number."""
     count = 0
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        inside = i < slots  # loads are wide where this decides, a multiple of 16
+        inside = i < slots  # `slots` is a multiple of 16, so this mask permits wide loads
         grade = tl.where(i < units, tl.load(grades + i, mask=inside, other=UNSEEN), UNSEEN)
         if PAGES:
             begins, ends = tl.maximum(i * size, oldest), tl.minimum(i * size + size - 1, now)
@@ -402,7 +407,7 @@ def narrow(
 
 @triton.jit
 def clear(taken, slots, piece, pieces, BLOCK: tl.constexpr):
-    """Forget what was attended to in one piece's slots."""
+    """Clear `taken` in one piece's slots."""
     _, begin, end = share(slots, piece, pieces, BLOCK)
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -411,10 +416,10 @@ def clear(taken, slots, piece, pieces, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Move all pieces' candidates to the front of the list; says how many there are, and how many of them are protected.
+    """Move all pieces' candidates to the front of the list. Return their number, and the number of protected ones.
 
     Args:
-        listed: how many each piece has, [PIECES].
+        listed: candidates per piece, [PIECES].
     """
     p = tl.arange(0, PIECES_PAD)
     total = tl.sum(tl.load(listed + p, mask=p < pieces, other=0), 0)
@@ -428,7 +433,7 @@ def gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD: tl.constex
             at += tl.where(k >= end, per_piece - count, 0)
         unit = tl.load(candidates + at, mask=k < total, other=0)
         certain += (tl.load(grades + unit, mask=k < total, other=UNSEEN) == CERTAIN).to(tl.int32)
-        tl.debug_barrier()  # before they are written where others of the block were
+        tl.debug_barrier()  # writes may overwrite candidates that other threads of the block read
         tl.store(candidates + k, unit, mask=k < total)
     tl.debug_barrier()
     return total, tl.sum(certain, 0)
@@ -436,7 +441,7 @@ def gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD: tl.constex
 
 @triton.jit
 def add_new(grades, candidates, total, certain, slots, now, first, last):
-    """Put the new token, which is in no slot yet, behind all candidates; says how many there are now, and how many are protected."""
+    """Append the new token, which has no slot yet, to the candidates. Return their number, and the number of protected ones."""
     sure = (now <= first) | (now >= last)
     tl.store(candidates + total, slots)
     tl.store(grades + slots, CERTAIN, mask=sure)
@@ -446,27 +451,28 @@ def add_new(grades, candidates, total, certain, slots, now, first, last):
 
 @triton.jit
 def pick(
-    position,  # [N] int32, with all that follows: one KV head's
+    position,  # [N] int32; this and the following belong to one KV head
     grades,  # [N + 16] int32
     candidates,  # [N + 16] int32
-    chosen,  # [N] int32: gets the slots to attend to, in order
-    found,  # [] int32: gets how many
-    joins,  # [] int32: gets whether the new token is one
-    taken,  # [N] int8: gets 1 for the slots that are, if OBSERVED
-    total,  # candidates
-    certain,  # of them: those that are protected
+    chosen,  # [N] int32: receives the slots to attend to, in order
+    found,  # [] int32: receives their number
+    joins,  # [] int32: receives whether the new token is chosen
+    taken,  # [N] int8: receives 1 for chosen slots, if OBSERVED
+    total,  # number of candidates
+    certain,  # number of protected ones
     slots,
     units,
     size,
     now,
     oldest,
-    wanted,  # units
+    wanted,  # number of units to choose
     OBSERVED: tl.constexpr,
     PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose as many of the candidates as are wanted, or all that are protected if those are more, and list their slots. Where there
-    are fewer candidates, they are all that can be seen.
+    """Choose `wanted` candidates, or all protected ones if these are more, and list their slots.
+
+    If there are fewer candidates than that, they are all the visible units, and the kernel chooses all.
     """
     wanted = tl.minimum(tl.maximum(tl.maximum(wanted, 1), certain), total)
     bar, tie = _cut(position, grades, candidates, total, slots, now, wanted, PAGES, BLOCK)
@@ -497,7 +503,7 @@ def _is_chosen(grade, tie, bar, bar_tie):
 
 @triton.jit
 def _candidates(position, grades, candidates, start, total, slots, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of candidates, their grades, UNSEEN behind them, and of equals which is the newer: the position, or the page."""
+    """Return a block of candidates, their grades (UNSEEN past the end), and their tie-breaker: the position, or the page."""
     k = start + tl.arange(0, BLOCK)
     unit = tl.load(candidates + k, mask=k < total, other=0)
     grade = tl.load(grades + unit, mask=k < total, other=UNSEEN)
@@ -509,7 +515,7 @@ def _candidates(position, grades, candidates, start, total, slots, now, PAGES: t
 
 @triton.jit
 def _cut(position, grades, candidates, total, slots, now, wanted, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """The grade of the last unit that is chosen, and the tie that those of its grade must reach."""
+    """Return the lowest chosen grade, and the tie-breaker that chosen units of this grade reach."""
     bar, wanted, equals = _nth(position, grades, candidates, total, slots, now, 0, wanted, total, False, PAGES, BLOCK)
     bar = tl.maximum(bar, UNSEEN + 1)
     tie = 0
@@ -533,15 +539,15 @@ def _nth(
     PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The n-th highest grade; with TIES the n-th highest tie of those of grade `bar`. Digit by digit: a histogram for each tells
-    in which the n-th lies. When all that begin with the digits found so far are wanted, the rest does not matter.
+    """Find the n-th highest grade, or with TIES the n-th highest tie-breaker among candidates of grade `bar`.
+
+    A histogram per digit finds the digit of the n-th. The search stops early when all words with the digits so far are wanted.
 
     Args:
-        equals: how many there are to choose from.
+        equals: number of candidates to search.
 
     Returns:
-        a number that is reached by exactly those that are wanted, unless there are equals of the n-th; how many of its equals
-        are wanted; how many it has.
+        a bar that the n highest reach, with all equals of the n-th; how many of these equals are wanted; how many there are.
     """
     shift, digits = tl.full([], 32, tl.int32), tl.full([], 0, tl.uint32)
     while (shift > 0) & (n < equals):

@@ -1,4 +1,4 @@
-"""How the kernels are cut: blocks, splits and warps, from the shapes alone."""
+"""Sizes of the kernels' blocks, splits and warps, derived from shapes alone."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 from kvdsl.runtime.rope import Rope
 
 _TILE_BYTES = 1 << 14
-"""Of keys, and as much of values, that an `attend` program has in flight in a stage; half of that where it turns keys, in registers."""
+"""Bytes of keys, and as many of values, that `attend` loads per stage. Half of that if it rotates or decodes keys in registers."""
 
 _SETTLE_ELEMENTS = 2048
-"""Of a [G, BLOCK] tile of logits in `settle`: 16 a thread (8 on AMD)."""
+"""Elements of a [G, BLOCK] tile of logits in `settle`: 16 per thread (8 on AMD)."""
 
 _ALONE_ELEMENTS = 8192
-"""The same where a program has all slots of a KV head, or of a row, and four times as many threads; of keys or values likewise."""
+"""The same if a program serves all slots of a KV head or row, with 4× the threads. Also elements of its tiles of keys or values."""
 
 SETTLED_AT_ONCE = 2048
-"""Slots that `settle_prompt` takes at once: no logits are there."""
+"""Slots per iteration of `settle_prompt`, which has no logits."""
 
 COMPARED = 64
-"""Slots of either side of a tile in which slots are compared with each other: numbers that one program's threads hold a few of."""
+"""Slots per side of a tile that compares slots with each other; each thread holds a few elements."""
 
 _PAIR_ELEMENTS = 2048
-"""Of keys or values of either side of such a tile, where those are multiplied: AMD's registers hold no more."""
+"""Elements of keys or values per side of such a tile, if it multiplies them. AMD's registers hold no more."""
 
 VOTED_AT_ONCE = 256
-"""Slots or pages that a program of `vote` takes at once."""
+"""Slots or pages per iteration of `vote`."""
 
 _LOOKED_AT = 1 << 12
-"""Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
+"""Elements of a tile of `look`: keys over the sketch's dims, or bounds of pages."""
 
 _KEY_BYTES = 1 << 15
-"""Of keys that an `observe` program holds all the time: it reads every query, so many slots should share that."""
+"""Bytes of keys that an `observe` program keeps. It reads every query, so many slots should share those loads."""
 
 _QUERY_BYTES = 1 << 14
-"""Of the queries of one head that it has in flight in a stage."""
+"""Bytes of one head's queries that it loads per stage."""
 
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
 NARROW_ATTEND_OPTIONS = {"num_warps": 2, "num_stages": 2}
@@ -47,40 +47,41 @@ OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 NARROW_OBSERVE_OPTIONS = {"num_warps": 4, "num_stages": 3}
 TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
-"""What Triton compiles with; decision 53 says what an H200 said of others. Few warps exchange little, where registers suffice: that is what
-the narrow ones are for. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `choose` and programs that are alone
-with their slots have one, and `look` two.
+"""Triton's compile options; decision 53 compares others on an H200.
+
+The narrow options use few warps where registers suffice, because few warps exchange little data. Without `maxnreg`, ptxas aims at several
+programs per multiprocessor, and spills. `choose` and programs with all slots of a head fit once per multiprocessor, `look` twice.
 """
 
 EVERYTHING = 2**30
-"""The window of a model that has none."""
+"""The window of models without one."""
 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 2
-"""How many `attend` programs a multiprocessor is meant to have."""
+"""Target number of `attend` programs per multiprocessor."""
 
 NARROW_PROGRAMS_PER_PROCESSOR = 3
-"""The same of two warps."""
+"""The same for programs of two warps."""
 
 SETTLERS_PER_PROCESSOR = 4
-"""How many `settle` programs a multiprocessor is meant to have."""
+"""Target number of `settle` programs per multiprocessor."""
 
 MAX_CHOOSERS = 16
-"""Programs of `choose` that share a KV head's slots: the last to arrive looks for every candidate among all of theirs."""
+"""Most `choose` programs per KV head. The last one to finish searches every program's list for each candidate."""
 
 FINER = 4
 START = 0.5
-"""What a program costs before and after its blocks, in blocks: an estimate."""
+"""Estimated fixed cost of a program, in blocks."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The constants that the kernels are compiled with.
+    """The sizes that determine the kernels' constants.
 
     Attributes:
-        group: query heads per KV head. key_dim, value_dim: numbers of a key, of a value. item: bytes of one of those.
-        hopper: whether the GPU is one, such as the H200 that was asked what it wants. No other was, nor do others' compilers find the
-            registers for it.
+        group: query heads per KV head. key_dim, value_dim: size of a key and of a value. item: bytes per element.
+        hopper: whether the GPU is a Hopper. Its narrow options come from measurements on an H200. Compiled for other GPUs, kernels spill
+            with them.
     """
 
     group: int
@@ -91,51 +92,53 @@ class Sizes:
 
     @property
     def attend_block(self) -> int:
-        """Slots that `attend` takes at once; matrices are multiplied 16 rows at a time."""
+        """Slots per iteration of `attend`; at least 16, the rows of a matrix product."""
         wide = _TILE_BYTES // (_power_of_two(max(self.key_dim, self.value_dim)) * self.item)
         return max(16, min(64 if self.narrow else 128, wide))
 
     @property
     def settle_block(self) -> int:
-        """Slots that `settle` takes at once, where programs share a KV head's."""
+        """Slots per iteration of `settle` if programs share a KV head's slots."""
         return max(16, min(512, _SETTLE_ELEMENTS // _power_of_two(self.group)))
 
     @property
     def alone_block(self) -> int:
-        """Slots that it takes at once where a program has all of them, and `make_room` and `agree`."""
+        """Slots per iteration of `settle` if a program serves all slots of a head, and of `make_room` and `agree`."""
         return max(16, min(2048, _ALONE_ELEMENTS // _power_of_two(self.group)))
 
     @property
     def narrow(self) -> bool:
-        """Whether two warps hold what `attend` sums up: the group's queries are one tile of a matrix, on 16 bits, and heads are short and
-        whole powers of two, of which nothing is masked.
+        """Whether two warps can hold the sums of `attend`.
+
+        Then the group's queries fit one matrix tile, elements have 16 bits, and keys and values have at most 128 dims, a power of
+        two, so nothing is masked.
         """
         short = all(dim <= 128 and dim == _matrix(dim) for dim in (self.key_dim, self.value_dim))
         return self.hopper and self.item == 2 and _matrix(self.group) == 16 and short
 
     @property
     def attend_options(self) -> dict[str, int]:
-        """What `attend` is compiled with."""
+        """Compile options of `attend`."""
         return NARROW_ATTEND_OPTIONS if self.narrow else ATTEND_OPTIONS
 
     def observe_options(self, *, reduced: bool) -> dict[str, int]:
-        """What `observe` is compiled with; `reduced`: whether it looks at what `over_slots` has found, too."""
+        """Return compile options of `observe`; `reduced`: whether it also reads the results of `over_slots`."""
         return NARROW_OBSERVE_OPTIONS if self.hopper and self.item == 2 and not reduced else OBSERVE_OPTIONS
 
     def choose_block(self, *, pages: bool) -> int:
-        """Slots or pages that `choose` takes at once. With more pages AMD's compiler runs out of scalar registers."""
+        """Return slots or pages per iteration of `choose`. With more pages AMD's compiler runs out of scalar registers."""
         return 1024 if pages else 2048
 
     def look_block(self, dims: int) -> int:
-        """Slots or pages of so many numbers each that `look` takes at once."""
+        """Return slots or pages per iteration of `look`, with `dims` elements each."""
         return max(16, min(256, _LOOKED_AT // _matrix(dims)))
 
     def attend(self, rope: Rope | None = None, *, packed: bool = False) -> dict[str, Any]:
-        """Constants of `attend` that depend on the sizes.
+        """Return constants of `attend` that depend on the sizes.
 
         Args:
-            rope: the rotation of keys, if the kernel rotates them. packed: whether it converts them from another `kv_dtype`. Either
-                takes registers.
+            rope: the rotation of keys, if the kernel rotates them. packed: whether it decodes them from another `kv_dtype`. Either takes
+                registers and halves the block.
         """
         return self._pairs(rope) | {
             "G": self.group,
@@ -148,11 +151,11 @@ class Sizes:
         }
 
     def reads_ahead(self, rope: Rope | None) -> bool:
-        """Whether `attend` has registers enough to read free slots, too, and to drop their values afterwards."""
+        """Return whether `attend` has enough registers to read free slots too and to mask their values afterwards."""
         return rope is None and self.item == 2
 
     def _pairs(self, rope: Rope | None) -> dict[str, Any]:
-        """Which dims turn, and in which pairs."""
+        """Return constants for the rotated dims and their pairs."""
         pairs, offset, pairing = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.pairing)
         stay = self.key_dim - 2 * pairs
         return {
@@ -167,8 +170,11 @@ class Sizes:
     def settle(
         self, splits: int, pieces: int, width: int = 0, rope: Rope | None = None, *, alone: bool = False
     ) -> dict[str, Any]:
-        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch. `rope`: how keys turn, if their halves are kept.
-        `alone`: whether a program has all slots.
+        """Return constants of `settle` that depend on the sizes.
+
+        Args:
+            splits: see `splits`. pieces: see `pieces`. width: dims of a sketch.
+            rope: the rotation of keys, if the cache stores rotated halves. alone: whether a program serves all slots of a head.
         """
         return self._pairs(rope) | {
             "G": self.group,
@@ -187,8 +193,10 @@ class Sizes:
         }
 
     def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
-        """How many programs of `settle` share a KV head's slots, and how many slots each has: whole blocks, and no more programs than
-        multiprocessors have room for.
+        """Return how many `settle` programs share a KV head's slots, and the slots per program.
+
+        Each program takes whole blocks. All heads together get at most `SETTLERS_PER_PROCESSOR` programs per multiprocessor, but every head
+        gets at least one.
 
         Args:
             pairs, processors: see `splits`.
@@ -198,54 +206,54 @@ class Sizes:
         return -(-blocks // each), each * self.settle_block
 
     def look(self, dims: int, *, in_blocks: bool = False, packed: bool = False) -> dict[str, Any]:
-        """Constants of `look` that depend on the sizes.
+        """Return constants of `look` that depend on the sizes.
 
         Args:
-            dims: numbers of a key that are looked at.
-            in_blocks: whether keys lie in blocks, so that addresses take registers. packed: whether their `kv_dtype` is not the model's,
-                so that a sketch reads whole keys.
+            dims: elements of a key that `look` reads.
+            in_blocks: whether keys lie in blocks; their addresses take registers. packed: whether keys have another `kv_dtype` than the
+                model's; then a sketch reads whole keys.
         """
         slots = self.look_block(self.key_dim if packed else dims)
         return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": max(16, slots // 2) if in_blocks else slots}
 
     def choose(self, splits: int, pieces: int, *, pages: bool) -> dict[str, Any]:
-        """Constants of `choose` that follow from the sizes; `pages`: whether those are what it chooses."""
+        """Return constants of `choose` that depend on the sizes; `pages`: whether it chooses pages."""
         return {"S_PAD": _power_of_two(splits), "PIECES_PAD": _power_of_two(pieces), "BLOCK": self.choose_block(pages=pages)}
 
     def take(self, splits: int) -> dict[str, Any]:
-        """Constants of `take`."""
+        """Return constants of `take`."""
         return {"S_PAD": _power_of_two(splits), "BLOCK": 1024, "PAIRS": max(1, 2048 // _power_of_two(splits))}
 
     def give_back(self, block: int) -> dict[str, Any]:
-        """Constants of `give_back`, for blocks of so many slots."""
+        """Return constants of `give_back`; `block`: slots per block."""
         return {"BLOCK": max(32, min(512, _power_of_two(block)))}
 
     @property
     def observe_slots(self) -> int:
-        """Slots of an `observe` program; in float32, whose products take registers of their own, half as many at most."""
+        """Slots per `observe` program. float32 products take extra registers, so at most half as many."""
         return max(16, min(128 if self.item < 4 else 64, _KEY_BYTES // (_matrix(self.key_dim) * self.item)))
 
     @property
     def observe_queries(self) -> int:
-        """Queries that it takes at once, likewise."""
+        """Queries per iteration of `observe`; for float32 at most half as many."""
         return max(16, min(64 if self.item < 4 else 32, _QUERY_BYTES // (_matrix(self.key_dim) * self.item)))
 
     def observe(self) -> dict[str, Any]:
-        """Constants of `observe` that follow from the sizes."""
+        """Return constants of `observe` that depend on the sizes."""
         return self._tile(self.observe_slots, self.observe_queries)
 
     def over_slots(self) -> dict[str, Any]:
-        """The same of `over_slots`: its sums are over the other side of a tile, for which smaller ones leave the registers."""
+        """Return the same for `over_slots`. It sums over the other axis of a tile, and has registers only for smaller tiles."""
         return self._tile(max(16, self.observe_slots // 2), max(16, self.observe_queries // 2))
 
     def _tile(self, slots: int, queries: int) -> dict[str, Any]:
         return {"G": self.group, "D": self.key_dim, "D_PAD": _matrix(self.key_dim), "SLOTS": slots, "QUERIES": queries}
 
     def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
-        """How many programs share a KV head's slots, and how many slots each has: enough to fill the chip, and even loads.
+        """Return how many `attend` programs share a KV head's slots, and the slots per program. Fill the chip with even loads.
 
-        A launch ends with the processor that has most to do: 136 programs on 132 processors leave most of them idle half the time.
-        So of up to `FINER` times as many programs as fill the chip, those with the least for that processor.
+        The busiest multiprocessor determines the time of a launch: 136 programs on 132 of them leave most idle half the time. So try up to
+        `FINER` × the programs that fill the chip, and minimize the load of the busiest multiprocessor.
 
         Args:
             pairs: KV heads of all rows.
@@ -266,7 +274,7 @@ class Sizes:
 
 
 def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
-    """How many programs of `choose` share a KV head's slots, or what they find out that there are of pages.
+    """Return how many `choose` programs share a KV head's slots or pages.
 
     Args:
         pairs, processors: see `Sizes.splits`. block: see `Sizes.choose_block`.
