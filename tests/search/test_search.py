@@ -257,4 +257,4 @@ def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_task_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, "search", "--task", "text,poems")
-    assert said.code == 2 and "there is no task `poems`; there are text, prompt" in said.err
+    assert said.code == 2 and "unknown task `poems`; the tasks are text, prompt" in said.err

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 import kvdsl
 from kvdsl.errors import KvdslError
@@ -150,7 +151,7 @@ def test_a_request_that_marks_what_it_has_not_is_refused_by_itself(served: tuple
     engine, prompt = llm.llm_engine, {"prompt_token_ids": texts()[0]}
     engine.add_request("right", prompt, asking({"system": [[0, 9]]}))
     engine.step()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(VLLMValidationError, match=says):
         engine.add_request("wrong", prompt, asking(spans))
     found = []
     while engine.has_unfinished_requests():
