@@ -225,11 +225,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--shape", "tiny", "--model", str(reference_model_path())), "--model or --shape"),
         (("--shape", "huge"), "there is no shape `huge`"),
         (("--shape", "tiny", "--text", __file__), "random tokens"),
-        (("--shape", "tiny", "--prompt-tokens", "5000"), "more than the 4096"),
+        (("--shape", "tiny", "--prompt-tokens", "5000"), "limit of 4096"),
         (("--shape", "tiny", "--policies", ","), "no policy is named"),
         (("--shape", "tiny", "--policies", "roco,shift:roco"), "written for h2o, equip_h2o"),
         (("--shape", "tiny", "--policies", "fresh:nothing"), "there is no policy `nothing`"),
-        (("--shape", "tiny", "--policies", "static,h2o", "--share-prompt"), "leave `static` out"),
+        (("--shape", "tiny", "--policies", "static,h2o", "--share-prompt"), "leave out `static`"),
         (("--shape", "tiny", "--policies", "kvpress:SnapKVPress"), "needs kvpress, which is not installed"),
     ],
 )

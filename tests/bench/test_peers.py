@@ -77,7 +77,7 @@ def test_an_error_is_a_line_of_the_table(peers: Any) -> None:
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_documents_show_what_was_measured(peers: Any, name: str) -> None:
     found = json.loads(RESULTS[name].read_text(encoding="utf-8"))
-    shown = (ROOT / "docs" / "performance" / "peers.md").read_text(encoding="utf-8")
+    shown = (ROOT / "docs" / "records" / "peers.md").read_text(encoding="utf-8")
     for race in peers.RACES:
         assert peers.table(found, race) in shown, f"run benchmarks/peers.py --table {RESULTS[name].relative_to(ROOT)}"
 

@@ -122,7 +122,7 @@ def test_run_for_people(capsys, tiny):
 
 def test_a_policy_without_kernels_is_told_in_a_line(capsys, tiny, tmp_path):
     file = tmp_path / "middling.kv"
-    score = "position * 1 - median(position over slots)"
+    score = "sum(attn * median(position over slots))"
     file.write_text(f'kv 1\n\npolicy Middling {{\n  "Mine."\n  param budget = 4\n  score {score}\n}}\n')
     assert main(["run", str(file), "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "torch backend" in line]
