@@ -1,4 +1,4 @@
-"""Find the spans of a conversation: roles and turns by the tokenizer's chat template, thinking by what stands around it."""
+"""Find the spans of a conversation: roles and turns by the tokenizer's chat template, thinking by its markers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 Stretch = list[int | None]
-"""Where a stretch of tokens begins, and the place behind its last one; None: it goes on."""
+"""[start, end) in tokens; an end of None continues in the answer."""
 
 THINK = ("<think>", "</think>")
-"""What most models that think write around it."""
+"""The markers around thinking of most models."""
 
 _FARTHEST = 64
-"""Tokens among the last ones in which a marker of thinking may lie."""
+"""The number of last tokens searched for a marker."""
 
 
 def spans_of(
@@ -32,25 +32,23 @@ def spans_of(
     """Find the spans of a conversation that a model is about to answer.
 
     Args:
-        messages: as the chat template takes them.
+        messages: as for `apply_chat_template`.
         spans: the names to find, `turns` among them; None: every role, `think` and `turns`.
-        thinks: what the model writes around its thinking.
-        template: more of `apply_chat_template`, `tools` for example.
+        thinks: the markers around thinking.
+        template: further arguments of `apply_chat_template`, such as `tools`.
 
     Returns:
-        By name, [start, end] of every stretch in the tokens that the template makes; end is None where the answer goes on. `turns` has
-        the places where turns have ended, and `prompt` the number of tokens and their checksum. It can be written as JSON.
+        By name, [start, end] of every stretch in tokens of the rendered prompt; an end of None continues in the answer. `turns` has
+        the positions at which turns ended, `prompt` the number of tokens and their checksum. JSON can represent it.
 
     Raises:
-        KvdslError: if the tokenizer has no chat template, or does not say where its tokens lie in a text.
+        KvdslError: if the tokenizer has no chat template, or no offsets of its tokens in a text.
     """
     if not template.get("chat_template"):
         template.pop("chat_template", None)
         refuse_no_template(tokenizer)
     if not tokenizer.is_fast:
-        raise KvdslError(
-            f"{type(tokenizer).__name__} does not say where its tokens lie in a text: load it with `use_fast=True`"
-        )
+        raise KvdslError(f"{type(tokenizer).__name__} has no offsets of its tokens in a text: load it with `use_fast=True`")
     answer = template.pop("add_generation_prompt", True)
     whole = rendered(tokenizer, messages, answer=answer, **template)
     made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -70,13 +68,13 @@ def spans_of(
 
 
 def names_of(spec: PolicySpec) -> list[str]:
-    """The names of what a policy reads, as `spans_of` takes them."""
+    """Return the names that a policy reads, for `spans_of`."""
     reads_turns = "turn" in spec.hears or "turns" in spec.numbers
     return [*dict(spec.spans), *(["turns"] if reads_turns else [])]
 
 
 def mark_all(cache: Any, spans: Mapping[str, list[Any]]) -> None:
-    """Mark in an empty cache what `spans_of` found of the prompt that comes next."""
+    """Mark the spans of `spans_of` in an empty cache, before the prompt."""
     for at in spans.get("turns", []):
         cache.end_turn(at)
     for name in spans.keys() - {"turns", "prompt"}:
@@ -85,7 +83,7 @@ def mark_all(cache: Any, spans: Mapping[str, list[Any]]) -> None:
 
 
 def checksum(ids: Sequence[int]) -> list[int]:
-    """The number of tokens and a checksum: other texts have others."""
+    """Return the number of tokens and a checksum of their ids."""
     return [len(ids), zlib.crc32(array("q", ids).tobytes())]
 
 
@@ -98,7 +96,7 @@ def refuse_no_template(tokenizer: Any) -> None:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], *, answer: bool, **template: Any) -> str:
-    """The template's text; with `answer`, up to where the model's answer begins."""
+    """Render the messages; with `answer`, also the header of the model's answer."""
     made: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer, **template)
     return made
 
@@ -106,12 +104,12 @@ def rendered(tokenizer: Any, messages: Sequence[Message], *, answer: bool, **tem
 def end_of(
     tokenizer: Any, messages: Sequence[Message], whole: str, at: int, *, answer: bool = False, template: Mapping[str, Any] | None = None
 ) -> int:  # fmt: skip
-    """Return where some messages end in the text of more: up to there their own text is the same. It is not before `at`."""
+    """Return the character at which `messages` end in the text of a longer conversation; at least `at`."""
     if not messages:
         return at
     try:
         part = rendered(tokenizer, messages, answer=answer, **(template or {}))
-    except Exception:  # templates refuse what they do not expect in many ways: a system prompt alone, for example
+    except Exception:  # templates raise many errors for unexpected input, such as a system prompt alone
         content = str(messages[-1]["content"]).strip()
         found = whole.find(content, at)
         return at if found < 0 else found + len(content)
@@ -122,7 +120,7 @@ def end_of(
 def _stretches(
     tokenizer: Any, messages: Sequence[Message], whole: str, answer: bool, thinks: tuple[str, str], template: Mapping[str, Any]
 ) -> Iterator[tuple[str, int, int | None]]:  # fmt: skip
-    """Yield name, start and end of each stretch, in characters. What the template writes around an answer is no part of it."""
+    """Yield name, start and end of each stretch, in characters. The markup around an answer is not part of it."""
 
     def end(count: int, at: int, *, behind_header: bool = False) -> int:
         return end_of(tokenizer, messages[:count], whole, at, answer=behind_header, template=template)
@@ -148,7 +146,7 @@ def _stretches(
 
 
 def _content_end(message: Message, whole: str, start: int, closing: str) -> int | None:
-    """Return where an answer's words end; templates may leave its thinking out. None for an answer without words."""
+    """Return the end of an answer's text, with or without its thinking, which templates may omit. None for an empty answer."""
     content = message.get("content")
     for words in (content.strip(), content.rpartition(closing)[2].strip()) if isinstance(content, str) else ():
         found = whole.find(words, start) if words else -1
@@ -158,7 +156,7 @@ def _content_end(message: Message, whole: str, start: int, closing: str) -> int 
 
 
 def _thoughts(text: str, at: int, thinks: tuple[str, str]) -> Iterator[tuple[int, int | None]]:
-    """Yield where thinking begins and ends behind a place; the last may not have ended."""
+    """Yield start and end of thinking after a character; the last end may be None."""
     opening, closing = thinks
     while (begin := text.find(opening, at)) >= 0:
         end = text.find(closing, begin)
@@ -167,13 +165,13 @@ def _thoughts(text: str, at: int, thinks: tuple[str, str]) -> Iterator[tuple[int
 
 
 class Thinking:
-    """Finds thinking in tokens as they come.
+    """Finds thinking in a stream of tokens.
 
     Args:
-        decode: the text of a token.
-        around: what stands before and behind thinking.
-        mark: gets the place where thinking begins and None, and, once it has ended, both places.
-        begun: where it has begun already.
+        decode: returns the text of a token.
+        around: the markers before and after thinking.
+        mark: called with (start, None) when thinking starts, and with (start, end) when it ends.
+        begun: start of thinking that continues from the prompt, or None.
     """
 
     def __init__(
@@ -184,7 +182,7 @@ class Thinking:
         self._begun = begun
 
     def read(self, token: int, place: int) -> None:
-        """Read the token at a place of the text."""
+        """Read the token at a position of the text."""
         self._pieces = [*self._pieces[-_FARTHEST:], self._decode(token)]
         wanted = self._around[self._begun is not None]
         if wanted not in "".join(self._pieces):
@@ -198,10 +196,10 @@ class Thinking:
         self._pieces.clear()
 
     def _tokens_of(self, marker: str) -> int:
-        """In how many of the last tokens a marker lies."""
+        """Return how many of the last tokens a marker covers."""
         return next(count for count in range(1, len(self._pieces) + 1) if marker in "".join(self._pieces[-count:]))
 
     def end(self, place: int) -> None:
-        """The answer has ended, perhaps in the middle of a thought."""
+        """End the answer, possibly inside thinking."""
         if self._begun is not None:
             self._mark(self._begun, place)

@@ -67,7 +67,9 @@ class PolicyPress(BasePress):
         self._spec = load(self.policy).spec
         prompts.refuse(self._spec)
         if self._spec.reads_chats:
-            raise KvdslError(f"{self._spec.name} reads spans or turns of the text, which a press is not told: use its cache")
+            raise KvdslError(
+                f"{self._spec.name} reads spans or turns of the text, which a press does not receive: use its cache"
+            )
         for name in self.supplied:
             refuse_unknown(self._spec, name)
         for name, default in self._spec.supplied:

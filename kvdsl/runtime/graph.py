@@ -38,9 +38,7 @@ def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
     Args:
         state: allocated, and of fixed size.
     """
-    if isinstance(backend, TorchBackend):
-        return backend.steps(state, call)
-    if state.spec.torch_evicts and backend.name == "cpu":  # layers that agree wait for each other, which one operator cannot
+    if not backend.served:
         return TorchBackend().steps(state, call)
     out: Tensor = torch.ops.kvdsl.decode(*arguments(backend, state, call), **constants(state, call))
     return out

@@ -316,6 +316,7 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 
 _NOWHERE = {
+    "median over slots",
     "rank in a query",
     *(f"rotation in a {place}" for place in ("query", "selection")),
     *(f"a tensor in a projection of {what}" for what in ("a score", "what is selected")),
@@ -323,12 +324,12 @@ _NOWHERE = {
     "a given value in a sketch",
 }
 EVICTED_BY_TORCH = {
-    "median over slots", *(f"{op} over the last N queries" for op in ("median", "quantile")), "rotation in a score",
+    *(f"{op} over the last N queries" for op in ("median", "quantile")), "rotation in a score",
     *(f"leverage of {what}" for what in ("keys", "weighed values")), "a tensor in a projection of a mean",
 }  # fmt: skip
-"""Scores of which Triton has no code, and with which C++ decodes and leaves evictions to torch."""
+"""Scores that Triton refuses. Under these, C++ decodes and torch evicts."""
 WITHOUT_KERNELS = {
-    "cpu": _NOWHERE | {"median over slots"} | {
+    "cpu": _NOWHERE | {
         *(f"{op} of some of {where}" for op in ("std", "var") for where in ("dims", "sketch")),
     },
     "triton": _NOWHERE | EVICTED_BY_TORCH | {

@@ -22,7 +22,7 @@ from kvdsl.integrations.vllm.guesses import Guesses
 from kvdsl.integrations.vllm.page import State, page
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.texts import Texts
-from kvdsl.integrations.vllm.told import mark_late
+from kvdsl.integrations.vllm.token_values import mark_late
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
@@ -200,10 +200,14 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
         """Attend from the tokens and update the policy's state, in one call of C++."""
         assert self._told is not None
-        which, told, supplied = (generated.row, generated.request, generated.place, generated.prompt), generated.told, None
-        if told is not None:
-            supplied = told.of_call(self.num_kv_heads)
-            for state, late in told.late.items():
+        which, token_values, supplied = (
+            (generated.row, generated.request, generated.place, generated.prompt),
+            generated.token_values,
+            None,
+        )
+        if token_values is not None:
+            supplied = token_values.of_call(self.num_kv_heads)
+            for state, late in token_values.late.items():
                 mark_late(self._plan.settings.spec, self._columns_of(state), self.held(state), late)
         query, key, value, output = vectors
         self._told.decode_rows(table, which, query, key, value, output, supplied)

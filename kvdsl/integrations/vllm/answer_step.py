@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
 from kvdsl.integrations.vllm.texts import Texts
-from kvdsl.integrations.vllm.told import DecodedTold, Told
+from kvdsl.integrations.vllm.token_values import DecodedValues, TokenValues
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Generated:
     Attributes:
         row: where they are among the step's tokens. request: their rows of the table. place: their places in the texts.
         prompt: how many tokens the prompts have. state: the blocks that have their answers' states.
-        told: what requests say of these, where the policy reads that.
+        token_values: values of these tokens; None if the policy reads none.
     """
 
     row: Tensor
@@ -45,16 +45,16 @@ class Generated:
     place: Tensor
     prompt: Tensor
     state: Tensor
-    told: DecodedTold | None = None
+    token_values: DecodedValues | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[tuple[int, int, int, int, int], Told | None]]) -> Generated:
+    def of(cls, found: list[tuple[tuple[int, int, int, int, int], TokenValues | None]]) -> Generated:
         """From tuples of these numbers, and what the request says of the token."""
-        told = {numbers[4]: one for numbers, one in found if one is not None}
+        token_values = {numbers[4]: one for numbers, one in found if one is not None}
         row, request, place, prompt, state = torch.tensor(
             [numbers for numbers, _ in found], dtype=torch.int64
         ).T.contiguous()
-        return cls(row, request, place, prompt, state, DecodedTold.of(told) if told else None)
+        return cls(row, request, place, prompt, state, DecodedValues.of(token_values) if token_values else None)
 
 
 class Answer(NamedTuple):
@@ -127,7 +127,7 @@ class Sorter:
         pages = list(map(Answer, states, ends.tolist(), lengths))
         parts: list[Part] = []
         rejected: list[tuple[int, int]] = []
-        generated: dict[int, list[tuple[tuple[int, int, int, int, int], Told | None]]] = defaultdict(list)
+        generated: dict[int, list[tuple[tuple[int, int, int, int, int], TokenValues | None]]] = defaultdict(list)
         for request, (first, last, one) in enumerate(zip(starts, starts[1:], pages, strict=False)):
             if first == last:
                 continue
@@ -139,11 +139,11 @@ class Sorter:
                 rejected.append((one.state, self._read[one.state] - before))
             if last > behind:
                 self._read[one.state] = one.read
-            teller = None if self._texts is None else self._texts.rows[request].teller
+            reader = None if self._texts is None else self._texts.rows[request].reader
             for number, row in enumerate(range(behind, last)):
                 place = before + row - first
-                told = None if teller is None else teller.of_answer(place)
-                generated[number].append(((row, request, place, one.prompt, one.state), told))
+                token_values = None if reader is None else reader.of_answer(place)
+                generated[number].append(((row, request, place, one.prompt, one.state), token_values))
         found = list(map(Generated.of, generated.values()))
         return Step(parts, *_places(parts, table, self._size), found, rejected, table, pages, self._evictions)
 

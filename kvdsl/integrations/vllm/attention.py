@@ -152,9 +152,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self.reading.pop(prompt.page, None)
         query, key, value = map(batch.of_step, vectors)
         call = self._call(query, key, value, None if batch.real is None else batch.real.to(query.device))
-        if first.told is not None and self._serves_policy:
-            state.settings.turns = first.told.turns
-            call = call._replace(supplied=first.told.of_call(self.num_kv_heads))
+        if first.token_values is not None and self._serves_policy:
+            state.settings.turns = first.token_values.turns
+            call = call._replace(supplied=first.token_values.of_call(self.num_kv_heads))
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:

@@ -24,7 +24,7 @@ from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
 from kvdsl.integrations.vllm.texts import Texts
-from kvdsl.integrations.vllm.told import Told
+from kvdsl.integrations.vllm.token_values import TokenValues
 
 
 class OwnBackend(AttentionBackend):  # type: ignore[misc]
@@ -130,7 +130,7 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
         prompts: list[Prompt] = []
         rejected: list[tuple[int, int]] = []
-        decoded: dict[int, list[tuple[int, int, Told | None]]] = defaultdict(list)
+        decoded: dict[int, list[tuple[int, int, TokenValues | None]]] = defaultdict(list)
         for request, (block, first, last, length, end) in enumerate(
             zip(pages, starts, starts[1:], lengths, ends, strict=False)
         ):
@@ -141,13 +141,13 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
                 rejected.append((block, self._read[block] - before))
             self._read[block] = length
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
-            teller = None if self._texts is None else self._texts.rows[request].teller
+            reader = None if self._texts is None else self._texts.rows[request].reader
             if behind > first:
                 read = before + behind - first
-                told = None if teller is None else teller.of_prompt(before, read)
-                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, told=told))
+                token_values = None if reader is None else reader.of_prompt(before, read)
+                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, token_values=token_values))
             for number, row in enumerate(range(behind, last)):
-                decoded[number].append((block, row, None if teller is None else teller.of_answer(before + row - first)))
+                decoded[number].append((block, row, None if reader is None else reader.of_answer(before + row - first)))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
 
     def _every_one(self, pages: Tensor) -> EveryOne:

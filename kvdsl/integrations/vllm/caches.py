@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.page import Page
-from kvdsl.integrations.vllm.told import mark_late_in
+from kvdsl.integrations.vllm.token_values import mark_late_in
 from kvdsl.runtime.backend import AttentionCall, Backend
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
@@ -90,9 +90,9 @@ class InBlocks:
         if self._guesses:
             self._note(decoded, first=place == 0)
         supplied = None
-        if decoded.told is not None and self.states[int(decoded.pages[0])].spec.supplied:
-            supplied = decoded.told.of_call(vectors[1].shape[1])
-            for page, late in decoded.told.late.items():
+        if decoded.token_values is not None and self.states[int(decoded.pages[0])].spec.supplied:
+            supplied = decoded.token_values.of_call(vectors[1].shape[1])
+            for page, late in decoded.token_values.late.items():
                 mark_late_in(self.states[page], late)
         if self._together is not None:
             self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks, supplied)

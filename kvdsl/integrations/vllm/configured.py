@@ -13,14 +13,14 @@ from typing import Any
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.releases import NAME, TEXTS
-from kvdsl.integrations.vllm.said import KEY, said_of
+from kvdsl.integrations.vllm.request_marks import KEY, request_marks
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
 
 
 def have_it_chosen(platform: Any) -> None:
     """Have every configuration get its own attention and texts: vLLM shows all of them to its platform."""
     shown = platform.check_and_update_config
-    if getattr(shown, "tells_kvdsl", False):
+    if getattr(shown, "by_kvdsl", False):
         return
     choose: Callable[[Any], None] = _ask_again if platform.is_cpu() else _name
 
@@ -29,7 +29,7 @@ def have_it_chosen(platform: Any) -> None:
         choose(config)
         _have_texts(config)
 
-    check_and_update_config.tells_kvdsl = True  # type: ignore[attr-defined]
+    check_and_update_config.by_kvdsl = True  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
 
 
@@ -47,11 +47,11 @@ def _have_texts(config: Any) -> None:
 
 
 def _have_requests_checked() -> None:
-    """Have what requests say checked where vLLM takes them in: one that is wrong is answered with an error, and no other one notices."""
+    """Check marks when vLLM receives a request, so that an error answers that request alone."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     taken_in = InputProcessor.process_inputs
-    if getattr(taken_in, "tells_kvdsl", False):
+    if getattr(taken_in, "by_kvdsl", False):
         return
 
     @wraps(taken_in)
@@ -61,12 +61,12 @@ def _have_requests_checked() -> None:
             _check(settings, request)
         return request
 
-    process_inputs.tells_kvdsl = True  # type: ignore[attr-defined]
+    process_inputs.by_kvdsl = True  # type: ignore[attr-defined]
     InputProcessor.process_inputs = process_inputs
 
 
 def _check(settings: Settings, request: Any) -> None:
-    """Raise vLLM's error of a request, which only its client gets, for one with marks that it cannot have."""
+    """Raise vLLM's validation error, which answers the request alone, if its marks are wrong."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -74,7 +74,7 @@ def _check(settings: Settings, request: Any) -> None:
             raise KvdslError(
                 f"{settings.spec.name} reads spans, turns or tokens of a prompt: give text or token ids, not embeddings"
             )
-        said_of(settings.spec, request.sampling_params.extra_args, request.prompt_token_ids)
+        request_marks(settings.spec, request.sampling_params.extra_args, request.prompt_token_ids)
     except KvdslError as error:
         raise VLLMValidationError(str(error), parameter=KEY) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvdsl.errors import KvdslError
 from kvdsl.generation.spans import names_of, spans_of
-from kvdsl.integrations.vllm.said import KEY
+from kvdsl.integrations.vllm.request_marks import KEY
 from kvdsl.integrations.vllm.settings import Settings, asked
 
 _PATH = "/v1/chat/completions"
@@ -45,7 +45,7 @@ class Roles:
 
 
 async def _marked(body: bytes, settings: Settings, state: Any) -> bytes:
-    """Return the request's body with the spans that the policy reads; one that vLLM will refuse as it is."""
+    """Add the spans that the policy reads to a request's body. Return a body that vLLM will refuse unchanged."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
@@ -54,12 +54,12 @@ async def _marked(body: bytes, settings: Settings, state: Any) -> bytes:
     except ValueError:
         return body
     renderer = state.online_renderer
-    made = await renderer.render_chat(ChatCompletionRequest.model_validate(json.loads(body)))
-    if not isinstance(made, tuple):
-        return body
     template = renderer.effective_chat_template_kwargs(request)
     template["tools"] = [tool.model_dump() for tool in request.tools] if request.tools else None
     template["chat_template"] = request.chat_template or renderer.chat_template
+    made = await renderer.render_chat(request)
+    if not isinstance(made, tuple):
+        return body
     tokenizer = state.engine_client.get_tokenizer()
     spans = await asyncio.to_thread(
         spans_of, tokenizer, made[0], names_of(settings.spec), thinks=settings.thinks, **template

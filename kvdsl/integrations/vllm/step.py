@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.evictions import Evictions, Left
-from kvdsl.integrations.vllm.told import DecodedTold, Told
+from kvdsl.integrations.vllm.token_values import DecodedValues, TokenValues
 
 SHORT = 1024
 """The longest prompt that is read with others: for a longer one padding costs more than a call of its own."""
@@ -27,7 +27,7 @@ class Prompt:
         first, last: its rows in the step's tokens, from `first` to before `last`.
         page: the block that will hold what the policy keeps.
         begins, ends: whether the part is the first, and the last.
-        told: what the request says of these tokens, where the policy reads that.
+        token_values: values of these tokens; None if the policy reads none.
     """
 
     first: int
@@ -35,7 +35,7 @@ class Prompt:
     page: int
     begins: bool
     ends: bool
-    told: Told | None = None
+    token_values: TokenValues | None = None
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ def batches(prompts: list[Prompt]) -> list[Batch]:
     """Group prompts for reading: short ones that come whole together, if padding makes none of them 2× longer."""
     found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
-        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT and prompt.told is None
+        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT and prompt.token_values is None
         found[(0, (max(_LEAST, prompt.tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
     return list(map(Batch.of, found.values()))
 
@@ -103,19 +103,21 @@ class Decoded:
     Attributes:
         pages: theirs, no two the same; int64 [requests].
         rows: where in the step's tokens these are; int64 [requests].
-        told: what requests say of these, where the policy reads that.
+        token_values: values of these tokens; None if the policy reads none.
     """
 
     pages: Tensor
     rows: Tensor
-    told: DecodedTold | None = None
+    token_values: DecodedValues | None = None
 
     @classmethod
-    def of(cls, found: list[tuple[int, int, Told | None]]) -> Decoded:
+    def of(cls, found: list[tuple[int, int, TokenValues | None]]) -> Decoded:
         """From a page, a row, and what the request says of the token."""
         table = torch.tensor([one[:2] for one in found], dtype=torch.int64).view(-1, 2)
-        told = {page: one for page, _, one in found if one is not None}
-        return cls(table[:, 0].contiguous(), table[:, 1].contiguous(), DecodedTold.of(told) if told else None)
+        token_values = {page: one for page, _, one in found if one is not None}
+        return cls(
+            table[:, 0].contiguous(), table[:, 1].contiguous(), DecodedValues.of(token_values) if token_values else None
+        )
 
 
 @dataclass(frozen=True)

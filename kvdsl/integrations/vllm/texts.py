@@ -1,4 +1,4 @@
-"""The texts of the requests in vLLM's batch: their tokens, and what they say of them.
+"""The texts of the requests in vLLM's batch: their tokens, and the values that policies read of these.
 
 Attention gets neither. vLLM passes them to logits processors, in the same process and before each step. So `Texts` is one, and changes no
 logits. `configured` adds it to configurations that need it.
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from kvdsl.integrations.vllm.said import said_of
+from kvdsl.integrations.vllm.request_marks import request_marks
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
-from kvdsl.integrations.vllm.told import THOUGHT, Teller, Text
+from kvdsl.integrations.vllm.token_values import THOUGHT, Text, ValueReader
 from kvdsl.integrations.vllm.tracing import Tracing
 
 
@@ -64,7 +64,7 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
         for row in batch_update.removed:
             self.rows.pop(row, None)
         for row, params, prompt, answer in batch_update.added:
-            self.rows[row] = Text(prompt or [], answer, _teller(self._settings, params, prompt, answer, self._decode))
+            self.rows[row] = Text(prompt or [], answer, _reader(self._settings, params, prompt, answer, self._decode))
         for one, other, direction in batch_update.moved:
             texts = self.rows.pop(one, None), self.rows.pop(other, None)
             kept = zip((other, one), texts if direction is MoveDirectionality.SWAP else texts[:1], strict=False)
@@ -73,11 +73,11 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
             self.tracing.batch_is(self.rows)
 
 
-def _teller(settings: Settings | None, params: Any, prompt: Any, answer: list[int], decode: Any) -> Teller | None:
+def _reader(settings: Settings | None, params: Any, prompt: Any, answer: list[int], decode: Any) -> ValueReader | None:
     if settings is None:
         return None
-    said = said_of(settings.spec, params.extra_args, prompt or [])
-    return Teller(settings.spec, said, prompt or [], answer, decode, settings.thinks)
+    marks = request_marks(settings.spec, params.extra_args, prompt or [])
+    return ValueReader(settings.spec, marks, prompt or [], answer, decode, settings.thinks)
 
 
 def _decoder(config: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.integrations.vllm.settings import Settings, asked
-from kvdsl.integrations.vllm.told import Text
+from kvdsl.integrations.vllm.token_values import Text
 from kvdsl.lab import lab
 
 

@@ -56,7 +56,8 @@ class CpuBackend:
         if not spec.cpu_source.exists():
             raise KvdslError(spec.without("cpu"))
         library = _library(spec.cpu_source, spec.stem)
-        self.served, self._stem, self.torch_evicts = graph.enlist(self, spec, dtype), spec.stem, spec.torch_evicts
+        self._stem, self.torch_evicts = spec.stem, spec.torch_evicts
+        self.served = "" if spec.torch_evicts else graph.enlist(self, spec, dtype)
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
         self._prefill = getattr(library, f"kvdsl_prefill_{_DTYPES[dtype]}")
@@ -145,8 +146,7 @@ class CpuBackend:
         if state.spec.hard_cap:
             eviction.make_room(eviction.held_in_slots(state, real))
         out = self._steps(state, call)
-        state.forget_copies(halves=False)
-        eviction.settle(eviction.held_in_slots(state, real), then=partial(state.layout.settled, state.position))
+        eviction.settle_slots(state, real)
         return out
 
     def _steps(self, state: SlotState, call: AttentionCall) -> Tensor:

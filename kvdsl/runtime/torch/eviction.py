@@ -123,6 +123,19 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
     then()
 
 
+def settle_slots(state: SlotState, rows: Tensor) -> None:
+    """Evict what exceeds the budget from a state's slots, of rows, bool [batch]. Keys and values are read only if a token may leave.
+
+    Raises:
+        KvdslError: as `settle` does.
+    """
+    if state.spec.victims != "layers":  # layers that agree wait for each other, whether they evict or not
+        fits = not state.evicts or _all_fit(state, state.position, state.numbers, rows, overflow)
+        if fits and not _watchers:
+            return
+    settle(held_in_slots(state, rows), then=partial(state.layout.settled, state.position))
+
+
 def _fits(held: Held) -> bool:
     """Whether the host knows that the prompt exceeds no budget, because it has fewer slots than any capacity."""
     spec = held.state.spec
@@ -148,15 +161,20 @@ def known_to_stay(held: Held) -> tuple[int, int] | None:
 
 
 def _nobody_leaves(held: Held, excess: Excess) -> bool:
-    """Whether a decode step evicts nothing.
+    """Whether a decode step is known to evict nothing."""
+    return not held.of_prompt and _all_fit(held.state, held.position, held.numbers, held.rows, excess)
+
+
+def _all_fit(state: SlotState, position: Tensor, numbers: Tensor, rows: Tensor, excess: Excess) -> bool:
+    """Whether no KV head is known to exceed its budget.
 
     Checked on CPUs only (a GPU would have to be waited for), for budgets of single heads that do not depend on the data.
     """
-    spec, shared = held.state.spec, held.state.spec.across or held.state.spec.across_layers
-    if held.of_prompt or held.position.device.type != "cpu" or torch.compiler.is_compiling() or spec.measures or shared:
+    shared = state.spec.across or state.spec.across_layers
+    if position.device.type != "cpu" or torch.compiler.is_compiling() or state.spec.measures or shared:
         return False
-    live = (held.position >= 0).sum(-1, keepdim=True)
-    leaving = excess(live, held.state.settings.per_head(held.numbers)) * held.rows.view(-1, 1, 1)
+    live = (position >= 0).sum(-1, keepdim=True)
+    leaving = excess(live, state.settings.per_head(numbers)) * rows.view(-1, 1, 1)
     return not bool((leaving > 0).any())
 
 
@@ -173,7 +191,7 @@ def end_turn(state: SlotState) -> None:
         state.numbers[..., state.spec.numbers.index("turns")] = state.settings.turns
     if state.spec.settles_turns and state.evicts:
         state.forget_copies(halves=False)
-        settle(held_in_slots(state, state.seen > 0), then=partial(state.layout.settled, state.position))
+        settle_slots(state, state.seen > 0)
 
 
 def make_room(held: Held) -> None:

@@ -1,4 +1,4 @@
-"""What a request says of its prompt: `kvdsl_spans` among the `extra_args` of its sampling parameters, `vllm_xargs` of the API."""
+"""Read a request's marks of its prompt: `kvdsl_spans` in `SamplingParams.extra_args`, which the API calls `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from kvdsl.runtime.spec import PolicySpec
 KEY = "kvdsl_spans"
 
 
-class Said(NamedTuple):
-    """What is marked in a prompt.
+class RequestMarks(NamedTuple):
+    """A prompt's spans and turns.
 
     Attributes:
-        spans: by name, the stretches; an end of None: the span goes on in the answer.
-        turns: the places where turns have ended, ascending.
+        spans: by name, [start, end) in tokens; an end of None continues in the answer.
+        turns: positions at which turns ended, ascending.
     """
 
     spans: dict[str, list[tuple[int, int | None]]]
     turns: list[int]
 
 
-def said_of(spec: PolicySpec, extra: Mapping[str, Any] | None, prompt: Sequence[int]) -> Said:
-    """Read and check what a request says.
+def request_marks(spec: PolicySpec, extra: Mapping[str, Any] | None, prompt: Sequence[int]) -> RequestMarks:
+    """Read and check a request's marks.
 
     Args:
         extra: the request's `extra_args`.
         prompt: its token ids.
 
     Raises:
-        KvdslError: for anything that is no mark of this prompt, or that the policy does not read.
+        KvdslError: if a mark is malformed, outside the prompt, of another prompt, or not read by the policy.
     """
-    told = (extra or {}).get(KEY, {})
-    if isinstance(told, str):
+    given = (extra or {}).get(KEY, {})
+    if isinstance(given, str):
         try:
-            told = json.loads(told)
+            given = json.loads(given)
         except ValueError as error:
             raise KvdslError(f"`{KEY}` is no JSON: {error}") from None
-    if not isinstance(told, Mapping):
-        raise KvdslError(f'`{KEY}` is {told!r}; give stretches by name, {{"tool": [[12, 40]]}}')
-    rest = dict(told)
+    if not isinstance(given, Mapping):
+        raise KvdslError(f'`{KEY}` is {given!r}; give stretches by name, {{"tool": [[12, 40]]}}')
+    rest = dict(given)
     known, turns = rest.pop("prompt", None), rest.pop("turns", [])
     if known is not None and list(known) != checksum(prompt):
         raise KvdslError(
@@ -56,7 +56,7 @@ def said_of(spec: PolicySpec, extra: Mapping[str, Any] | None, prompt: Sequence[
     if turns and "turns" not in names_of(spec):
         raise KvdslError(f"{spec.name} reads no turns: leave `turns` out of `{KEY}`")
     spans = {name: [_stretch(name, one, len(prompt)) for one in _list(name, found)] for name, found in rest.items()}
-    return Said(spans, sorted(_place("turns", at, len(prompt)) for at in _list("turns", turns)))
+    return RequestMarks(spans, sorted(_place("turns", at, len(prompt)) for at in _list("turns", turns)))
 
 
 def _list(name: str, found: Any) -> list[Any]:
