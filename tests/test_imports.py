@@ -123,6 +123,52 @@ def test_no_module_imports_itself_through_others() -> None:
     ]
 
 
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module binds anywhere, those of functions' bodies included."""
+    names = {"__doc__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(one.asname or one.name).split(".")[0] for one in node.names}
+    return names
+
+
+def missing(modules: dict[str, ast.Module]) -> list[str]:
+    """`module: source.name` for each name that a module imports from another one, which does not have it."""
+    have = {name: defined(tree) for name, tree in modules.items()}
+    wanted = [
+        (name, node.module, one.name)
+        for name, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and not node.level
+        and node.module in have
+        and "__getattr__" not in have[node.module]
+        for one in node.names
+    ]
+    return [
+        f"{name}: {source}.{one}"
+        for name, source, one in wanted
+        if one not in have[source] and f"{source}.{one}" not in have
+    ]
+
+
+def test_what_a_module_imports_exists() -> None:
+    """In scripts and nightly tests as well, which the gate does not import."""
+    folders = {"kvdsl": ROOT, "scripts": ROOT, "tests": ROOT, "benchmarks": ROOT, "lab/kvdsl_lab": ROOT / "lab"}
+    modules = {
+        module_name(path, root): ast.parse(path.read_text(encoding="utf-8"))
+        for folder, root in folders.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert missing(modules) == []
+    texts = {"one": "def _old(): pass", "two": "from one import _old, new\nif True:\n    from one import newer"}
+    assert missing({name: ast.parse(text) for name, text in texts.items()}) == ["two: one.new", "two: one.newer"]
+
+
 MISTAKES = [
     ["run", "h2o", "--set", "budget=0"],
     ["run", "rocko"],

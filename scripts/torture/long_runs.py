@@ -22,7 +22,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.backend import TorchBackend, _one_by_one
+from kvdsl.runtime.torch.backend import TorchBackend, one_by_one
 from scripts.torture.registry import Counts, Progress, attack
 
 BUDGET, STRETCH = 64, 1_000
@@ -66,7 +66,7 @@ class Shadow:
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The backend's steps, token by token, and each query once more in float64."""
-        return torch.cat([self._decode_one(state, one) for one in _one_by_one(call)], 1)
+        return torch.cat([self._decode_one(state, one) for one in one_by_one(call)], 1)
 
     def _decode_one(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The query sees what the backend finds, and its own token."""
