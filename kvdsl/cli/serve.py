@@ -16,6 +16,7 @@ from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import cache_options
 from kvdsl.errors import KvdslError
 from kvdsl.files import is_standard_input
+from kvdsl.memory import OPTIONS
 
 _STEP = 2048
 """The least tokens per step of vLLM's server. Fewer would fit fewer prompts if texts are short. With shared prompts vLLM's own default
@@ -54,6 +55,7 @@ def command(
     \b
     Examples:
       kvdsl serve smollm2 --policy h2o --set budget=1024
+      kvdsl serve smollm2 --policy h2o --set budget=1024 --kv-dtype int8
       kvdsl serve MODEL --policy mine.kv --port 8001 --dtype bfloat16
     """
     if any(_option(word).startswith("--additional-config") for word in more):
@@ -97,10 +99,8 @@ def served(
     from kvdsl.integrations.vllm.settings import Settings
     from kvdsl.models import place_of
 
-    if settings.pop("kv_dtype", "model") != "model":
-        raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave out --kv-dtype")
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
-    memory: dict[str, Any] = {name: settings[name] for name in ("storage", "rope") if name in settings}
+    memory: dict[str, Any] = {name: settings[name] for name in OPTIONS if name in settings}
     params = {name: _number(name, settings[name]) for name in sorted(settings.keys() - memory)}
     asked = Settings(policy, tuple(params.items()), **memory)
     version = installed()

@@ -22,7 +22,7 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
         KvdslError: if the named backend is unknown or cannot serve such tensors.
     """
     check_name(name)
-    dtype = dtype if spec.kv_dtype == "model" else torch.float32  # packed keys and values are unpacked to float32
+    dtype = computed_in(spec, dtype)
     if name == "torch":
         return TorchBackend()
     fused = {"cpu": _cpu, "cuda": _triton}.get(device.type) if name == "auto" else {"cpu": _cpu, "triton": _triton}[name]
@@ -35,6 +35,11 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
             raise
         _warn_once(f"`{spec.stem}` runs on the torch backend: {error}")
         return TorchBackend()
+
+
+def computed_in(spec: PolicySpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a backend's vectors in a model of this dtype: float32 if it dequantizes keys and values."""
+    return dtype if spec.kv_dtype == "model" else torch.float32
 
 
 def check_name(name: str) -> None:

@@ -135,10 +135,10 @@ def test_what_is_refused_at_once() -> None:
         kvdsl.load("roco")(model, kv_dtype="int2")
     with pytest.raises(KvdslError, match="leave out `rope`"):
         kvdsl.load("streaming_llm", rope="cached", kv_dtype="int8")
-    with pytest.raises(KvdslError, match=r"vLLM's pages .* leave `kv_dtype` out"):
+    with pytest.raises(KvdslError, match=r"vLLM's own blocks, in the model's dtype: leave `kv_dtype` out"):
         from kvdsl.integrations.vllm.settings import parsed
 
-        parsed({"policy": "h2o", "kv_dtype": "int8"})
+        assert parsed({"policy": "h2o_answer", "kv_dtype": "int8"}).spec
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one["ok"] for one in said["backends"])
     for words, message in (
         (("run", "roco", "--kv-dtype", "int3"), "'int3' is not one of 'model', 'int8', 'int4', 'fp8'"),
-        (("serve", "smollm2", "--policy", "h2o", "--kv-dtype", "int8", "--dry-run"), "leave out --kv-dtype"),
+        (("serve", "smollm2", "--policy", "h2o_answer", "--kv-dtype", "int8", "--dry-run"), "leave `kv_dtype` out"),
     ):
         refused = run(capsys, *words)
         assert refused.code == 2 and message in " ".join(refused.err.split())

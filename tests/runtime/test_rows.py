@@ -17,11 +17,16 @@ ROPE = Rope(1.0 / 10_000 ** (torch.arange(16, dtype=torch.float64) / 16), "half"
 
 
 @pytest.mark.parametrize(
-    ("policy", "sinks", "rope"),
-    [("roco", None, None), ("roco", torch.linspace(-1, 1, 6), None), ("streaming_llm", None, ROPE)],
-)
-def test_many_caches_in_one_call_are_what_each_is_alone(policy: str, sinks: Tensor | None, rope: Rope | None) -> None:
-    spec = kvdsl.load(policy).spec
+    ("policy", "sinks", "rope", "kv_dtype"),
+    [
+        ("roco", None, None, "model"), ("roco", torch.linspace(-1, 1, 6), None, "model"), ("streaming_llm", None, ROPE, "model"),
+        ("roco", None, None, "int8"), ("streaming_llm", None, ROPE, "int4"),
+    ],
+)  # fmt: skip
+def test_many_caches_in_one_call_are_what_each_is_alone(
+    policy: str, sinks: Tensor | None, rope: Rope | None, kv_dtype: str
+) -> None:
+    spec = kvdsl.load(policy, kv_dtype=kv_dtype).spec
     numbers = {"budget": 12.0} | ({"protect": None} if policy == "roco" else {})
     backend = CpuBackend(spec, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -38,8 +38,17 @@ SHIPPED: dict[str, dict[str, float]] = {
     "equip_h2o": {"budget": 12, "recent": 4},
     "sparcas": {"budget": 16},
     "quest": {"budget": 16, "page": 4},
+    "h2o, int8": {"budget": 12, "recent": 4},
+    "equip_streaming, int4": {"budget": 12},
+    "sparcas, fp8": {"budget": 16},
 }
-ROPES = {"equip_h2o": "cached"}
+MEMORY: dict[str, dict[str, str]] = {
+    "equip_h2o": {"rope": "cached"},
+    "h2o, int8": {"kv_dtype": "int8"},
+    "equip_streaming, int4": {"kv_dtype": "int4"},
+    "sparcas, fp8": {"kv_dtype": "fp8"},
+}
+"""Options of memory layout, by the case."""
 WRITTEN = {
     "a hard cap": "param budget = 12\nscore sum(attn)\nkeep last 3\ncap hard",
     "heads agree": "param budget = 12\nvictims shared by heads\nscore sum(attn)\npositions compact\ntrigger overflow >= 2",
@@ -79,7 +88,8 @@ def of_rows(one: AttentionCall, rows: list[int]) -> AttentionCall:
 
 @pytest.mark.parametrize("name", [*SHIPPED, *WRITTEN])
 def test_some_caches_of_many_are_what_each_is_alone(name: str) -> None:
-    spec: PolicySpec = kvdsl.load(name, rope=ROPES.get(name)).spec if name in SHIPPED else spec_of(WRITTEN[name])
+    policy = name.partition(",")[0]
+    spec: PolicySpec = kvdsl.load(policy, **MEMORY.get(name, {})).spec if name in SHIPPED else spec_of(WRITTEN[name])
     given = SHIPPED.get(name, {"budget": 12})
     backend, generator = TritonBackend(spec, CPU, torch.float32), torch.Generator().manual_seed(0)
     rows, state = caches(backend, spec, given)

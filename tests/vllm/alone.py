@@ -40,11 +40,11 @@ def reference() -> tuple[Any, Any]:
 
 
 def alone(
-    policy: str, prompt: list[int], tokens: list[int], model: Any = None
+    policy: str, prompt: list[int], tokens: list[int], model: Any = None, kv_dtype: str = "model"
 ) -> tuple[list[float], dict[int, torch.Tensor]]:
     """Log-probabilities of a text's new tokens in transformers, and what each layer of the policy holds at the end: [kv_heads, slots]."""
     model = model or reference()[0]
-    made = kvdsl.load(policy)(model, **params(policy))
+    made = kvdsl.load(policy)(model, **params(policy), kv_dtype=kv_dtype)
     found = []
     with torch.no_grad():
         logits = model(torch.tensor([prompt]), **with_cache(made)).logits[0, -1]

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvdsl.integrations.vllm.caches import InBlocks, Vectors
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.integrations.vllm.step import Decoded, Prompt
+from kvdsl.memory import KV_DTYPES
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import EMPTY
 
+PACKED = KV_DTYPES[1:]
 HEADS, DIM = 2, 16
 LONGEST = 4096
 ROPE = Rope((10_000.0 ** -(torch.arange(0, DIM, 2) / DIM)).double(), "half")
@@ -49,6 +53,16 @@ def test_a_page_is_as_large_as_the_page_of_docs_says(
     assert formula <= found.bytes < formula + 1024
 
 
+@pytest.mark.parametrize("kv_dtype", PACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_page_in_few_bits_is_as_large_as_the_page_of_docs_says(kv_dtype: str, dtype: torch.dtype) -> None:
+    """Whatever the model's dtype is."""
+    settings = Settings("h2o", (("budget", 256),), kv_dtype=kv_dtype)
+    found = page(settings, 3, 64, dtype, layers=1, longest=LONGEST)
+    formula = 3 * 257 * (2 * {"int8": 64 + 2, "fp8": 64 + 2, "int4": 32 + 4}[kv_dtype] + 8)
+    assert formula <= found.bytes < formula + 1024
+
+
 @pytest.mark.parametrize(
     ("policy", "given", "of_a_slot"),
     [("full", {}, 0), ("snapkv", {"budget": 256}, 0), ("quest", {}, 2 * DIM * 4 / 16), ("sparcas", {"dims": 5}, 5 * 4)],
@@ -69,11 +83,13 @@ def test_no_page_has_more_slots_than_the_longest_text() -> None:
     "settings",
     [
         Settings("equip_h2o", (("budget", 12),), rope="cached"),
+        *(Settings("roco", (("budget", 12),), kv_dtype=kv_dtype) for kv_dtype in PACKED),
+        Settings("sparcas", (("dims", 4), ("tokens", 16)), kv_dtype="int8"),
         *(Settings(policy, (("budget", 12),)) for policy in ("streaming_llm", "h2o")),
         Settings("snapkv", (("budget", 36),)), Settings("quest", (("tokens", 16),)), Settings("sparcas", (("dims", 4), ("tokens", 16))),
         Settings("keydiff_blocks", (("budget", 12), ("block", 32))),  # of 40 tokens 12 and the 8 of an unfinished block are left
     ],
-    ids=lambda settings: settings.policy,
+    ids=lambda settings: f"{settings.policy} {settings.kv_dtype or ''}",
 )  # fmt: skip
 def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
@@ -90,11 +106,16 @@ def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "budget"), [("h2o", 12), ("h2o", 400), ("streaming_llm", 12), ("equip_h2o", 12), ("snapkv", 36)]
-)
-def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
+    ("policy", "budget", "kv_dtype"),
+    [
+        ("h2o", 12, "model"), ("h2o", 400, "model"), ("streaming_llm", 12, "model"), ("equip_h2o", 12, "model"), ("snapkv", 36, "model"),
+        ("h2o", 12, "int8"), ("streaming_llm", 12, "int4"),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_laid_into_its_page(policy: str, budget: int, kv_dtype: str) -> None:
     """Where nothing else lies there than what the prompt's end writes anew; of what was there before nothing is seen."""
-    settings = Settings(policy, (("budget", budget),), rope="cached" if policy == "equip_h2o" else None)
+    rope = "cached" if policy == "equip_h2o" else None
+    settings = Settings(policy, (("budget", budget),), rope=rope, kv_dtype=kv_dtype)
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     blocks, state = torch.full((3, found.bytes), 255, dtype=torch.uint8), settings.state(0, 1)  # numbers that are none
     found.adopt(state, found.views(blocks[1]))
@@ -110,6 +131,45 @@ def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
     generator.set_state(tokens)
     got = answers(settings, state, generator)
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", PACKED)
+def test_a_page_in_few_bits_forgets_wrong_guesses(kv_dtype: str) -> None:
+    """Two guesses behind a token are taken back, and what comes instead is as if they had never been."""
+    settings = Settings("roco", (("budget", 12),), kv_dtype=kv_dtype)
+    found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
+    backend = choose(settings.spec, "auto", torch.device("cpu"), torch.float32)
+    alone, generator = read(settings, 7)
+
+    def of_tokens(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        return AttentionCall(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, DIM**-0.5, rope=ROPE)
+
+    caches = InBlocks(backend, found, lambda: settings.state(0, 1), of_tokens, None, LONGEST, guesses=3)
+    blocks, one = torch.zeros(3, found.bytes, dtype=torch.uint8), Decoded.of([(1, 0, None)])
+    caches.meet(Prompt(0, 40, 1, begins=True, ends=True), blocks, drawn(generator))
+    caches.put(torch.tensor([1]), blocks, alone)
+
+    def decode(place: int, vectors: Vectors) -> Tensor:
+        out = torch.zeros(1, HEADS, DIM)
+        caches.decode(one, place, vectors, out)
+        return out
+
+    kept = [drawn(generator) for _ in range(4)]
+    got = [decode(0, kept[0])]
+    before = blocks.clone()
+    for place in (1, 2):
+        decode(place, drawn(generator))
+    assert not torch.equal(before, blocks)
+    caches.take_back(1, 2)
+    got += [decode(0, vectors) for vectors in kept[1:]]
+    expected = [backend.decode(alone, of_tokens(*(x[None] for x in vectors)))[0] for vectors in kept]
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))
+
+
+def drawn(generator: torch.Generator) -> Vectors:
+    """A token's vectors."""
+    query, key, value = (torch.randn(1, HEADS, DIM, generator=generator) for _ in range(3))
+    return query, key, value
 
 
 @pytest.mark.parametrize("policy", ["sparcas", "quest", "equip_h2o", "equip_streaming"])

@@ -32,8 +32,11 @@ LAYERS = 5
 """Of the model that comes with kvdsl-lab."""
 
 
-def engine(policy: str | None, at_once: int = AT_ONCE, model: Path | None = None, **more: Any) -> LLM:
-    asked = {} if policy is None else {"additional_config": {"kvdsl": {"policy": policy, **params(policy)}}}
+def engine(
+    policy: str | None, at_once: int = AT_ONCE, model: Path | None = None, kv_dtype: str = "model", **more: Any
+) -> LLM:
+    told = {"policy": policy, "kv_dtype": kv_dtype, **params(policy or "")}
+    asked = {} if policy is None else {"additional_config": {"kvdsl": told}}
     return LLM(
         str(model or reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=at_once, enforce_eager=True,
         max_num_seqs=len(LENGTHS), **asked, **more,
@@ -63,11 +66,18 @@ def thought_of(answer: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
-def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]], model: Any = None) -> int:
+def check(
+    policy: str,
+    texts: list[list[int]],
+    answers: Any,
+    pages: list[list[torch.Tensor]],
+    model: Any = None,
+    kv_dtype: str = "model",
+) -> int:
     """That answers and pages are what each text gets alone; how many tokens have left."""
     left = 0
     for text, (tokens, found) in zip(texts, answers, strict=True):
-        expected, held = alone(policy, text, tokens, model)
+        expected, held = alone(policy, text, tokens, model, kv_dtype)
         assert np.abs(np.array(found) - expected).max() < NEAR
         for layer, position in held.items():
             left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
@@ -217,7 +227,7 @@ def test_requests_that_lose_their_pages_go_on_as_if_they_had_not(served: tuple[s
     answers, taken = {}, 0
     while core.has_unfinished_requests():
         answers |= {int(out.request_id): out for out in core.step() if out.finished}
-        if taken < 2 and _answered(llm) >= 8 * (taken + 1):
+        if taken < 2 and answered(llm) >= 8 * (taken + 1):
             assert core.reset_prefix_cache(reset_running_requests=True)
             taken += 1
     assert taken == 2
@@ -226,7 +236,7 @@ def test_requests_that_lose_their_pages_go_on_as_if_they_had_not(served: tuple[s
         assert np.abs(np.array(found) - alone(policy, text, tokens)[0]).max() < NEAR
 
 
-def _answered(llm: LLM) -> int:
+def answered(llm: LLM) -> int:
     """How many tokens have come of the answer that has most of them."""
     running = llm.llm_engine.engine_core.engine_core.scheduler.running
     return max((request.num_output_tokens for request in running), default=0)
@@ -270,7 +280,9 @@ def test_who_is_urgent_is_answered_first_and_nobody_loses_a_page() -> None:
         ({"policy": "h2o", "budgt": 64}, {}, "has no param `budgt`"),
         ({"policy": "h2o", "budget": "64"}, {}, "params are numbers"),
         ({"budget": 64}, {}, "names no policy"),
-        ({"policy": "h2o", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
+        ({"policy": "h2o", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "leave --kv-cache-dtype out"),
+        ({"policy": "h2o", "budget": 64, "kv_dtype": "int2"}, {}, "use `model`, `int8`, `int4` or `fp8`"),
+        ({"policy": "h2o_answer", "budget": 64, "kv_dtype": "int8"}, {}, "in vLLM's own blocks, in the model's dtype"),
     ],
 )  # fmt: skip
 def test_refusals(asked: dict[str, Any], more: dict[str, Any], said: str) -> None:

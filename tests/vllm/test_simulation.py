@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
@@ -45,15 +47,16 @@ def test_one_request_takes_what_the_formula_says(policy: Settings | None) -> Non
     assert served.seconds == pytest.approx(prompt + sum(each))
 
 
-def test_a_page_a_request_and_nobody_begins_anew() -> None:
+@pytest.mark.parametrize("policy", [H2O, replace(H2O, kv_dtype="int4")], ids=["model", "int4"])
+def test_a_page_a_request_and_nobody_begins_anew(policy: Settings) -> None:
     """vLLM keeps one block for itself."""
     import torch
 
-    one = page(H2O, HEADS, DIM, torch.bfloat16, layers=1, longest=8192).bytes * LAYERS
+    one = page(policy, HEADS, DIM, torch.bfloat16, layers=1, longest=8192).bytes * LAYERS
     requests = [Asked(0.0, 30, 200) for _ in range(40)]
-    served = simulated(H2O, 13 * one + one // 2, requests)
+    served = simulated(policy, 13 * one + one // 2, requests)
     assert served.at_once[1] == 12 and served.preemptions == 0 and served.tokens == 8000
-    assert simulated(H2O, 64 * one, requests, at_once=8).at_once[1] == 8, "as many as a step may have"
+    assert simulated(policy, 64 * one, requests, at_once=8).at_once[1] == 8, "as many as a step may have"
 
 
 def test_full_attention_takes_blocks_as_texts_grow_and_begins_anew_without() -> None:

@@ -22,7 +22,7 @@ from kvdsl.integrations.vllm.settings import Plan, traced
 from kvdsl.integrations.vllm.step import EveryOne, Step
 from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.runtime.backend import AttentionCall
-from kvdsl.runtime.backends import choose
+from kvdsl.runtime.backends import choose, computed_in
 from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         )  # fmt: skip
         self._serves_policy = settings is plan.settings
         self._backend = _backend(settings.spec, dtype)
+        self._computed_in = computed_in(settings.spec, dtype)
         self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
         self.reading: dict[int, SlotState] = {}
         """By page: prompts that may go on. Nothing is evicted before a prompt has ended, so these grow."""
@@ -106,25 +107,31 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
         if attn_metadata is None:  # vLLM measures the memory of a step, or compiles
             return output.zero_()
-        if isinstance(attn_metadata, EveryOne):
-            assert isinstance(self.caches, InRows)  # only these have such steps
-            self.caches.decode_every_one(attn_metadata, (query, key, value), output)
-            return output
         if self._layer is None:
             self._layer = extract_layer_index(layer.layer_name)
-        blocks, vectors = kv_cache.view(len(kv_cache), -1).view(torch.uint8), (query, key, value)
-        for prompt in attn_metadata.prompts():
+        found = output.to(self._computed_in)
+        self._attend(attn_metadata, (query, key, value), kv_cache, found)
+        return output if found is output else output.copy_(found)
+
+    def _attend(self, step: Step | EveryOne, vectors: Vectors, kv_cache: Tensor, output: Tensor) -> None:
+        """`forward`, in the dtype in which the backend computes."""
+        vectors = cast("Vectors", tuple(x.to(self._computed_in) for x in vectors))
+        if isinstance(step, EveryOne):
+            assert isinstance(self.caches, InRows)  # only these have such steps
+            self.caches.decode_every_one(step, vectors, output)
+            return
+        blocks = kv_cache.view(len(kv_cache), -1).view(torch.uint8)
+        for prompt in step.prompts():
             self.caches.meet(prompt, blocks, vectors)
-        for batch in attn_metadata.batches:
+        for batch in step.batches:
             self._read(batch, vectors, output, blocks)
-        for number, tokens in attn_metadata.rejected:
+        for number, tokens in step.rejected:
             self.caches.take_back(number, tokens)
-        for place, decoded in enumerate(attn_metadata.decoded):
+        for place, decoded in enumerate(step.decoded):
             self.caches.decode(decoded, place, vectors, output)
-        attn_metadata.evictions.layer_is_done(kv_cache, self._counted, attn_metadata)
+        step.evictions.layer_is_done(kv_cache, self._counted, step)
         if self._tracing is not None:
-            self._tracing.layer_is_done(self._layer, self._held, attn_metadata)
-        return output
+            self._tracing.layer_is_done(self._layer, self._held, step)
 
     def _held(self, page: int) -> tuple[int, Tensor]:
         """See `Caches.held`; also for a prompt that is still being read."""

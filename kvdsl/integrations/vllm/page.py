@@ -15,6 +15,7 @@ from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.backends import computed_in
 from kvdsl.runtime.cpu.backend import TILE
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.rows import put
@@ -187,7 +188,7 @@ def _one_token_read(
     state = max(states, key=_most)
     state.room.longest = longest
     state.reserve()
-    one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
+    one = torch.zeros(1, kv_heads, 1, dim, dtype=computed_in(state.spec, dtype))
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
     if state.evicts and "prefill_block" in state.spec.numbers:
         # A prompt that ends inside a block keeps that part until more comes.

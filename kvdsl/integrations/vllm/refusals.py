@@ -125,7 +125,10 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
     if config.cache_config.cache_dtype != "auto":
-        raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
+        raise KvdslError(
+            "kvdsl stores keys and values itself: leave --kv-cache-dtype out; `kv_dtype` of the policy (`kvdsl serve --kv-dtype int8`) "
+            "makes pages smaller"
+        )
     if config.model_config.is_mm_prefix_lm:
         raise KvdslError(
             "this model's images attend to what follows them as well, and kvdsl serves causal attention: have it take text only, by "

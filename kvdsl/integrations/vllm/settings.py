@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvdsl.budget import with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.generation.spans import THINK
+from kvdsl.memory import OPTIONS
 from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import slot_state
@@ -27,7 +28,7 @@ class Settings:
     Attributes:
         policy: a shipped policy's name, or a .kv file.
         given: params and their values, by name; the others have their defaults.
-        storage, rope: as a cache's constructor takes them.
+        storage, rope, kv_dtype: as a cache's constructor takes them.
         thinks: what the model writes around its thinking.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     given: tuple[tuple[str, float], ...]
     storage: str | None = None
     rope: str | None = None
+    kv_dtype: str | None = None
     thinks: tuple[str, str] = THINK
 
     @property
@@ -44,7 +46,7 @@ class Settings:
         Raises:
             KvdslError: if there is no such policy, or if it cannot lie in memory so.
         """
-        return _spec(self.policy, self.storage, self.rope)
+        return _spec(self.policy, self.storage, self.rope, self.kv_dtype)
 
     @property
     def answers(self) -> bool:
@@ -82,18 +84,23 @@ class Settings:
 
 
 @lru_cache
-def _spec(policy: str, storage: str | None, rope: str | None) -> PolicySpec:
+def _spec(policy: str, storage: str | None, rope: str | None, kv_dtype: str | None) -> PolicySpec:
     from kvdsl.loading import load
 
     answers = _answers(policy)
     spec: PolicySpec
     if answers is None:
-        spec = load(policy, storage=storage, rope=rope).spec
+        spec = load(policy, storage=storage, rope=rope, kv_dtype=kv_dtype).spec
     else:
         from kvdsl.ir.printer import print_policy
         from kvdsl.loading import class_of
 
-        spec = class_of(answers.policy, print_policy(answers.policy)).spec.laid_out(storage, rope)
+        spec = class_of(answers.policy, print_policy(answers.policy)).spec.laid_out(storage, rope, kv_dtype)
+        if spec.kv_dtype != "model":
+            raise KvdslError(
+                f"{spec.name} keeps prompts in vLLM's own blocks, in the model's dtype: leave `kv_dtype` out, or serve a policy with a "
+                f"budget in tokens (h2o, roco), whose pages may have it"
+            )
     return spec
 
 
@@ -160,19 +167,18 @@ def parsed(found: Any) -> Settings:
         raise KvdslError(
             f"vLLM's additional_config says `kvdsl`: {found!r}, which names no policy; give for example {example}"
         )
-    if found.get("kv_dtype", "model") != "model":
-        raise KvdslError("vLLM's pages hold keys and values in the model's dtype: leave `kv_dtype` out")
     thinks = found.get("thinks", THINK)
     if not isinstance(thinks, list | tuple) or len(thinks) != 2 or not all(isinstance(one, str) and one for one in thinks):
         raise KvdslError(f"`thinks` is {thinks!r}; give what the model writes before and behind its thinking, {list(THINK)}")
-    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope", "kv_dtype", "thinks")}
+    rest = {name: value for name, value in found.items() if name not in ("policy", *OPTIONS, "thinks")}
     for name, value in rest.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KvdslError(
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )
     given = tuple(sorted((name, value) for name, value in rest.items()))
-    return Settings(found["policy"], given, found.get("storage"), found.get("rope"), (thinks[0], thinks[1]))
+    memory = {name: found.get(name) for name in OPTIONS}
+    return Settings(found["policy"], given, **memory, thinks=(thinks[0], thinks[1]))
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ class Plan:
         """The settings of a layer whose queries see the last `window` tokens, or the whole text.
 
         As in transformers, the policy serves the layers that see the whole text, or all layers where none does. Any other layer keeps its
-        window, which is a policy as well: tokens behind it are never seen again.
+        window in the model's dtype. A window is a policy as well: tokens behind it are never seen again.
         """
         if window is None or self.windowed:
             return self.settings

@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.memory import OPTIONS
 from kvdsl_lab.serving.machine import Machine, Work
 from kvdsl_lab.serving.traffic import Asked
 
@@ -74,7 +75,10 @@ def configured(model: str, cache: Cache) -> tuple[VllmConfig, KVCacheConfig, Rea
     Args:
         model: a folder with a config.json; nothing else of it is read.
     """
-    asked = {} if cache.policy is None else {"kvdsl": {"policy": cache.policy.policy, **dict(cache.policy.given)}}
+    asked = {}
+    if cache.policy is not None:
+        memory = {name: getattr(cache.policy, name) for name in OPTIONS}
+        asked = {"kvdsl": {"policy": cache.policy.policy, **dict(cache.policy.given), **memory}}
     config = EngineArgs(
         model, skip_tokenizer_init=True, dtype=cache.dtype, max_model_len=cache.longest, max_num_seqs=cache.at_once,
         max_num_batched_tokens=max(cache.longest, cache.at_once), enable_prefix_caching=False, async_scheduling=False,
