@@ -1,8 +1,8 @@
-"""Performance estimates of compiled kernels, from their machine code alone. No GPU measures anything here.
+"""What compiled kernels make of a GPU, from their machine code alone. No GPU measures anything here.
 
-The report lists every innermost loop: instructions per slot, widths of loads, and for a decode step of a given shape the least time to
-issue the instructions and to read the data. Estimates ignore latencies, caches and launches. So the larger of the two times is a lower
-bound, not a forecast.
+The report says how many warps a scheduler has, how many round trips to memory a warp waits for, and lists every innermost loop:
+instructions per slot, widths of loads, round trips and bytes in flight, and for a decode step of a given shape the least time to read the
+data. That time is a lower bound, not a forecast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu import loops
 from kvdsl.runtime.gpu.launch import tool
-from kvdsl.runtime.gpu.loops import Loop
+from kvdsl.runtime.gpu.loops import Code, Loop
 from kvdsl.runtime.gpu.select import COUNTED
 from kvdsl.runtime.gpu.sizes import Sizes, choosers
 
@@ -76,8 +76,10 @@ class LoopRow:
         per_slot: warp instructions per slot, or in a prompt's kernels per score (a slot, a query, a query head).
         loads: loads per thread and iteration, as count x bits, such as 16x128.
         products, barriers: matrix products and barriers per iteration.
-        issue_us, read_us: the least microseconds to issue this loop's instructions and to read its data, over the step's slots. None for
-            prompts' kernels, and for loops of `choose` over candidates, whose number is unknown.
+        trips: round trips to memory that a warp waits for per iteration; None for AMD.
+        in_flight: bytes that a multiprocessor's programs ask for per round trip; None also for a loop that waits for none.
+        read_us: the least microseconds to read this loop's data, over the step's slots. None for prompts' kernels, and for loops of
+            `choose` over candidates, whose number is unknown.
     """
 
     kernel: str
@@ -87,7 +89,8 @@ class LoopRow:
     loads: str
     products: int
     barriers: int
-    issue_us: float | None
+    trips: float | None
+    in_flight: int | None
     read_us: float | None
 
 
@@ -96,11 +99,15 @@ class Taken:
     """A kernel's resource usage on a multiprocessor.
 
     Attributes:
-        programs: resident programs per multiprocessor. buffers: pipelined tiles in shared memory, such as 1x64x128xbf16.
-        loops: its innermost loops.
+        programs: resident programs per multiprocessor, if there are enough.
+        warps: those per scheduler in the step; for a prompt's kernels as many as fit.
+        chain: round trips to memory that a warp waits for which passes every instruction once, so with every branch taken; None for AMD.
+        buffers: pipelined tiles in shared memory, such as 1x64x128xbf16. loops: its innermost loops.
     """
 
     programs: int
+    warps: float
+    chain: int | None
     buffers: list[str]
     loops: list[LoopRow]
 
@@ -116,43 +123,51 @@ def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], ste
     """
     if target not in CHIPS:
         raise KvdslError(f"--report knows {', '.join(CHIPS)}, not {target}")
-    chip, meta = CHIPS[target], compiled.metadata
-    rows = [_loop_row(kernel, loop, times, shape, meta, step, chip) for loop, times in _counted(_loops(compiled))]
-    programs = _programs(chip, registers, meta.shared, meta.num_warps, meta.warp_size)
-    return Taken(programs, _buffers(compiled.asm["ttgir"]), rows)
+    chip, meta, code = CHIPS[target], compiled.metadata, code_of(compiled)
+    most = resident(chip, registers, meta.shared, meta.num_warps, meta.warp_size)
+    grid = None if "SLOTS" in shape else _grid(kernel, shape, step, chip)
+    there = most if grid is None else min(most, -(-grid // chip.processors))
+    rows = [_loop_row(kernel, loop, times, shape, meta, step, chip, there) for loop, times in _counted(code.loops)]
+    return Taken(most, there * meta.num_warps / _SCHEDULERS, code.chain, _buffers(compiled.asm["ttgir"]), rows)
 
 
-def _programs(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -> int:
+def resident(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -> int:
     """Return how many programs fit on a multiprocessor, by registers, shared memory and warps."""
     each = -(-registers // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE * lanes * warps
     return min(chip.registers // each, chip.shared // (shared + chip.reserved or 1), chip.warps // warps)
 
 
-def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: Any, step: Workload, chip: Chip) -> LoopRow:
-    round_of = _round(loop, shape)
-    issue_us = read_us = None
+def _grid(kernel: str, shape: dict[str, int], step: Workload, chip: Chip) -> int:
+    """Return the programs of a decode step's kernel."""
+    heads, sizes = step.batch * step.kv_heads, Sizes(shape["G"], shape["D"], shape["E"], 2)
+    splits, _ = sizes.splits(step.slots)
+    if kernel == "settle" and shape.get("SPREADS"):
+        return heads * (sizes.pieces(step.slots, heads, chip.processors)[0] + 1)
+    if kernel == "choose":
+        return heads * choosers(step.slots, heads, chip.processors, shape["BLOCK"])
+    if kernel == "give_back":
+        return step.batch * -(-step.slots // shape["SIZE"])
+    return {
+        "attend": heads * splits,
+        "look": heads * splits,
+        "vote": step.batch * splits,
+        "agree": step.batch,
+        "take": 1,
+    }.get(kernel, heads)
+
+
+def _loop_row(
+    kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: Any, step: Workload, chip: Chip, there: int
+) -> LoopRow:
+    """Return a loop's row; `there`: programs on a multiprocessor."""
+    round_of, loaded, read_us = _round(loop, shape), loop.loaded(meta.num_warps * meta.warp_size), None
     if "SLOTS" not in shape and (kernel != "choose" or loop.name.startswith(_OF_ALL_SLOTS)):
-        heads = step.batch * step.kv_heads
-        spread = _spread(kernel, loop, shape, step, chip)
-        rounds = step.slots / round_of * heads
-        cycles = loop.instructions * meta.num_warps * rounds / (spread * _SCHEDULERS)
-        issue_us = round(cycles / chip.gigahertz / 1e3, 2)
-        read_us = round(loop.loaded(meta.num_warps * meta.warp_size) * rounds / chip.terabytes / 1e6, 2)
+        rounds = step.slots / round_of * step.batch * step.kv_heads
+        read_us = round(loaded * rounds / chip.terabytes / 1e6, 2)
     loads = ", ".join(f"{count}x{bits}" for bits, count in loop.loads.items())
     per_slot = round(loop.instructions * meta.num_warps / round_of, 3)
-    return LoopRow(kernel, loop.name, times, per_slot, loads, loop.products, loop.barriers, issue_us, read_us)
-
-
-def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Workload, chip: Chip) -> int:
-    """Return how many multiprocessors share a loop's iterations. In `settle` only the head's last program runs the called functions."""
-    if kernel in _SPLIT:
-        return chip.processors
-    heads, pieces = step.batch * step.kv_heads, 1
-    if shape.get("SPREADS") and kernel == "settle" and loop.name.startswith("settle"):
-        pieces, _ = Sizes(shape["G"], shape["D"], shape["E"], 2).pieces(step.slots, heads, chip.processors)
-    if kernel == "choose":
-        pieces = choosers(step.slots, heads, chip.processors, shape["BLOCK"])
-    return min(heads * pieces, chip.processors)
+    in_flight = round(there * loaded / loop.trips) if loop.trips else None
+    return LoopRow(kernel, loop.name, times, per_slot, loads, loop.products, loop.barriers, loop.trips, in_flight, read_us)
 
 
 def _round(loop: Loop, shape: dict[str, int]) -> int:
@@ -165,11 +180,6 @@ def _round(loop: Loop, shape: dict[str, int]) -> int:
     return shape["SLOTS"] * shape["QUERIES"] * heads
 
 
-_SPLIT = ("attend", "look")
-"""Kernels that split a head's slots over as many programs as fill the chip. Others use one program per head; `settle` and `choose` may use
-several.
-"""
-
 _OF_ALL_SLOTS = ("narrow", "clear")
 """Loops of `choose` over all slots of a head; its programs share them."""
 
@@ -179,15 +189,16 @@ def _counted(found: list[Loop]) -> Iterator[tuple[Loop, int]]:
     return ((loop, found.count(loop)) for n, loop in enumerate(found) if loop not in found[:n])
 
 
-def _loops(compiled: Any) -> list[Loop]:
+def code_of(compiled: Any) -> Code:
+    """Return what the kernel's disassembly says."""
     if "amdgcn" in compiled.asm:
-        return loops.loops(compiled.asm["amdgcn"], loops.AMD)
+        return loops.code(compiled.asm["amdgcn"], loops.AMD)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
         command = [tool("nvdisasm"), "-g", "-c", str(binary)]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return loops.loops(told, loops.NVIDIA)
+    return loops.code(told, loops.NVIDIA)
 
 
 def _buffers(ttgir: str) -> list[str]:
