@@ -150,6 +150,18 @@ def _show_loops(rows: list[Row]) -> None:
         "\nInnermost loops; programs: of a multiprocessor; warps: of a scheduler; trips: to memory; times are lower bounds\n"
     )
     console.print(table)
+    _show_estimates(rows, console)
+
+
+def _show_estimates(rows: list[Row], console: Any) -> None:
+    """Print the times that are estimates, with how far they have been off."""
+    from kvdsl.runtime.gpu.report import CHIPS, FITTED
+
+    for row in rows:
+        if row.taken is not None and row.taken.us is not None:
+            chip, fitted = CHIPS[row.target], FITTED[row.target]
+            off = f"off by {fitted.median:.0%} in the median and {fitted.worst:.0%} at most on measurements held out"
+            console.print(f"{row.policy}: {row.kernel} takes about {row.taken.us:g} µs on an {chip.name} ({off})")
 
 
 def _cell(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 The report says how many warps a scheduler has, how many round trips to memory a warp waits for, and lists every innermost loop:
 instructions per slot, widths of loads, round trips and bytes in flight, and for a decode step of a given shape the least time to read the
-data. That time is a lower bound, not a forecast.
+data. That time is a lower bound, not a forecast. A forecast exists for `attend` on the one GPU that has run it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Chip:
 
 CHIPS = {
     "cuda:80": Chip("A100 80 GB", 108, 1.41, 2.04, 65536, 164 << 10, 1 << 10, 64),
-    "cuda:90": Chip("H100 SXM", 132, 1.98, 3.35, 65536, 228 << 10, 1 << 10, 64),
+    "cuda:90": Chip("H200", 132, 1.98, 4.8, 65536, 228 << 10, 1 << 10, 64),
     "cuda:100": Chip("B200", 148, 1.97, 8.0, 65536, 228 << 10, 1 << 10, 64),
     "hip:gfx90a": Chip("MI250X, a half", 110, 1.7, 1.6, 131072, 64 << 10, 0, 32),
     "hip:gfx942": Chip("MI300X", 304, 2.1, 5.3, 131072, 64 << 10, 0, 32),
@@ -56,6 +56,37 @@ CHIPS = {
 _SCHEDULERS = 4
 _REGISTERS_AT_ONCE = 8
 """GPUs allocate a thread's registers in multiples of this."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants of the time that `attend` takes, made by `python -m scripts.gpu.fit`; see `terms`.
+
+    Attributes:
+        launch_us: of a launch. trip_us: of a round trip to memory. cycles, cycles_per_warp: of an instruction, and as many more for each
+            warp of the scheduler. read: of the least time to read.
+        median, worst: relative errors on measurements that were held out.
+    """
+
+    launch_us: float
+    trip_us: float
+    cycles: float
+    cycles_per_warp: float
+    read: float
+    median: float
+    worst: float
+
+    def us(self, terms: tuple[float, ...]) -> float:
+        """Return the estimated microseconds."""
+        constants = (self.launch_us, self.trip_us, self.cycles, self.cycles_per_warp, self.read)
+        return sum(constant * term for constant, term in zip(constants, terms, strict=True))
+
+
+FITTED = {"cuda:90": Fitted(2.84, 0.263, 1.53, 0.591, 0.587, 0.099, 0.393)}
+"""From an H200's times of 51 cuts of `attend` at three batch sizes."""
+
+FEW_SPILLS = 64
+"""Bytes per thread up to which the constants hold: kernels that spill more have taken up to fourteen times as long as others."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +134,7 @@ class Taken:
         warps: those per scheduler in the step; for a prompt's kernels as many as fit.
         chain: round trips to memory that a warp waits for which passes every instruction once, so with every branch taken; None for AMD.
         buffers: pipelined tiles in shared memory, such as 1x64x128xbf16. loops: its innermost loops.
+        us: estimated microseconds of `attend` to all slots, where `FITTED` knows the target; None for other kernels.
     """
 
     programs: int
@@ -110,13 +142,16 @@ class Taken:
     chain: int | None
     buffers: list[str]
     loops: list[LoopRow]
+    us: float | None = None
 
 
-def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], step: Workload, target: str) -> Taken:
+def taken(
+    kernel: str, compiled: Any, registers: int, spills: int, shape: dict[str, int], step: Workload, target: str
+) -> Taken:
     """Return the report of one compiled kernel.
 
     Args:
-        registers: per thread. shape: the kernel's constants.
+        registers: per thread. spills: bytes per thread. shape: the kernel's constants.
 
     Raises:
         KvdslError: if `CHIPS` lacks the target.
@@ -128,7 +163,36 @@ def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], ste
     grid = None if "SLOTS" in shape else _grid(kernel, shape, step, chip)
     there = most if grid is None else min(most, -(-grid // chip.processors))
     rows = [_loop_row(kernel, loop, times, shape, meta, step, chip, there) for loop, times in _counted(code.loops)]
-    return Taken(most, there * meta.num_warps / _SCHEDULERS, code.chain, _buffers(compiled.asm["ttgir"]), rows)
+    us = None
+    if kernel == "attend" and target in FITTED and spills <= FEW_SPILLS and not shape["SELECTS"]:
+        assert grid is not None and code.chain is not None
+        (loop,) = code.loops
+        iterations = -(-step.slots * step.batch * step.kv_heads // (grid * shape["BLOCK"]))
+        us = FITTED[target].us(terms(chip, loop, code.instructions, code.chain, meta.num_warps, most, grid, iterations))
+    warps = there * meta.num_warps / _SCHEDULERS
+    return Taken(most, warps, code.chain, _buffers(compiled.asm["ttgir"]), rows, us and round(us, 1))
+
+
+def terms(
+    chip: Chip, loop: Loop, instructions: int, chain: int, warps: int, most: int, grid: int, iterations: int
+) -> tuple[float, ...]:
+    """Return what `Fitted`'s constants multiply.
+
+    These are a launch, round trips, microseconds per cycle of an instruction, the same times the warps of a scheduler, and microseconds to
+    read.
+
+    Programs run in waves; one wave takes as long as one of its warps. Outside its loop half of the code runs: the split with the new token
+    runs the rest.
+
+    Args:
+        instructions, chain: of the whole kernel, its loop once. warps: per program. most: resident programs. iterations: per program.
+    """
+    waves, there = -(-grid // (chip.processors * most)), min(most, -(-grid // chip.processors))
+    trips = chain + (iterations - 1) * (loop.trips or 0.0)
+    issued = (instructions - loop.instructions) / 2 + iterations * loop.instructions
+    us = waves * issued / chip.gigahertz / 1e3
+    read_us = loop.loaded(32 * warps) * iterations * grid / chip.terabytes / 1e6
+    return 1.0, waves * trips, us, us * there * warps / _SCHEDULERS, read_us
 
 
 def resident(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -> int:
@@ -139,21 +203,17 @@ def resident(chip: Chip, registers: int, shared: int, warps: int, lanes: int) ->
 
 def _grid(kernel: str, shape: dict[str, int], step: Workload, chip: Chip) -> int:
     """Return the programs of a decode step's kernel."""
-    heads, sizes = step.batch * step.kv_heads, Sizes(shape["G"], shape["D"], shape["E"], 2)
-    splits, _ = sizes.splits(step.slots)
-    if kernel == "settle" and shape.get("SPREADS"):
-        return heads * (sizes.pieces(step.slots, heads, chip.processors)[0] + 1)
+    heads = step.batch * step.kv_heads
     if kernel == "choose":
         return heads * choosers(step.slots, heads, chip.processors, shape["BLOCK"])
-    if kernel == "give_back":
-        return step.batch * -(-step.slots // shape["SIZE"])
-    return {
-        "attend": heads * splits,
-        "look": heads * splits,
-        "vote": step.batch * splits,
-        "agree": step.batch,
-        "take": 1,
-    }.get(kernel, heads)
+    if kernel in ("attend", "look", "settle"):
+        sizes = Sizes(shape["G"], shape["D"], shape["E"], 2)
+        spread = kernel == "settle" and shape.get("SPREADS")
+        pieces = sizes.pieces(step.slots, heads, chip.processors)[0] + 1 if spread else 1
+        return heads * (pieces if kernel == "settle" else sizes.splits(step.slots)[0])
+    return {"give_back": step.batch * -(-step.slots // (shape["SIZE"] or 1)), "agree": step.batch, "take": 1}.get(
+        kernel, heads
+    )
 
 
 def _loop_row(
