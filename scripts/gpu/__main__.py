@@ -15,6 +15,9 @@ from scripts.gpu import __doc__ as about
 from scripts.gpu.experiments import EXPERIMENTS, LEFT_OUT, Experiment, in_time
 from scripts.gpu.setting import ROOT, Lines, Setting
 
+INTERPRETED = 10
+"""How many times an experiment's deadline its toy has in Triton's interpreter."""
+
 
 def main() -> int:
     """Run experiments; 1 if something is wrong or one did not end, 2 if there is no GPU."""
@@ -60,11 +63,12 @@ def _ran(one: Experiment, setting: Setting, arguments: list[str]) -> bool:
     """Run an experiment in a process of its own and note what it found; whether it ended in time, with nothing wrong."""
     print(f"\n=== {one.name}, at most {one.seconds} s: {one.question}", flush=True)
     command = [sys.executable, "-m", "scripts.gpu", *arguments, "--only", one.name, "--inside"]
+    patience = INTERPRETED if "--toy" in arguments else 1
     begun = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     code: int | None = None
     try:
-        code = process.wait(one.seconds)
+        code = process.wait(one.seconds * patience)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

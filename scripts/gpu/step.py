@@ -48,12 +48,9 @@ def told(lines: Lines, shape: Any, rows: Iterable[dict[str, Any]]) -> int:
 
 def _steps(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
     token, layers, times = new_tokens(shape, device=setting.device)[0], layers_of(shape, setting), dict[str, float]()
-    caches = caches_of(shape, layers, setting)
-    for name in ("sdpa", "cudnn") if setting.real else ("sdpa",):
-        found = attempt(lambda name=name: _attention_ms(name, caches, token, setting))  # type: ignore[misc]
-        times |= {name: found["ms"]} if "ms" in found else {}
-        yield {"policy": name, "layers": layers} | found
-    del caches
+    for row in _attention(shape, token, layers, setting):
+        times |= {row["policy"]: row["ms"]} if "ms" in row else {}
+        yield row
     for spec in setting.specs():
         if spec.selects:
             continue
@@ -81,15 +78,19 @@ def caches_of(shape: Shape, layers: int, setting: Setting) -> list[Cache]:
     ]
 
 
-def _attention_ms(name: str, caches: list[Cache], token: Token, setting: Setting) -> float:
-    """Milliseconds of torch's attention to as many tokens, which keeps no statistics: as torch chooses, or cuDNN's."""
+def _attention(shape: Shape, token: Token, layers: int, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Torch's attention to as many tokens, which keeps no statistics: as torch chooses, and cuDNN's."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def attend() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == "cudnn" else nullcontext():
-            return [baselines.sdpa_grouped(cache)(token) for cache in caches][-1]
+    caches = caches_of(shape, layers, setting)
+    for name in ("sdpa", "cudnn") if setting.real else ("sdpa",):
 
-    return median_ms(setting, in_a_graph(setting, attend)) / len(caches)
+        def attend(name: str = name) -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == "cudnn" else nullcontext():
+                return [baselines.sdpa_grouped(cache)(token) for cache in caches][-1]
+
+        found = attempt(lambda attend=attend: median_ms(setting, in_a_graph(setting, attend)) / layers)  # type: ignore[misc]
+        yield {"policy": name, "layers": layers} | found
 
 
 def layers_of(shape: Shape, setting: Setting) -> int:
