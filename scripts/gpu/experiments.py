@@ -34,7 +34,7 @@ EXPERIMENTS = {
         ),
         Experiment(2, "parts", 75, "what do attend, settle, look and choose take, and does look wait for memory?"),
         Experiment(4, "cuts", 75, "which cut of attend and settle is best, and what do splits of a fixed size cost?"),
-        Experiment(5, "selection", 60, "is a step of SparCas at 32,768 slots three times as fast as a dense one?"),
+        Experiment(5, "selection", 60, "is SparCas 3× faster than a dense step at 32,768 slots?"),
         Experiment(6, "served", 270, "does vLLM write twice the tokens a second where its cache is 4 GB?"),
         Experiment(7, "lazily", 30, "what would cuDNN's attention with statistics every 16th step cost?"),
         Experiment(8, "prompt", 45, "is a prompt's time the host's, attention's or observe's?"),

@@ -269,7 +269,7 @@ def _registers(step: _Step) -> tuple[set[str], set[str]]:
 
 
 def _named(operand: str, wide: int) -> set[str]:
-    """Return the registers of an operand, of which each stands for so many; addresses take two."""
+    """Return the registers of an operand. Each stands for `wide` of them, and an address for two."""
     return {
         f"{kind}{int(number) + n}"
         for kind, number, pair in _REGISTER.findall(operand)

@@ -86,7 +86,7 @@ FITTED = {"cuda:90": Fitted(2.84, 0.263, 1.53, 0.591, 0.587, 0.099, 0.393)}
 """From an H200's times of 51 cuts of `attend` at three batch sizes."""
 
 FEW_SPILLS = 64
-"""Bytes per thread up to which the constants hold: kernels that spill more have taken up to fourteen times as long as others."""
+"""Bytes per thread up to which the constants hold: kernels that spill more took up to 14× longer than others."""
 
 
 @dataclass(frozen=True)
