@@ -172,8 +172,8 @@ torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how of
 matrix: $(READY)  ## kvdsl's cache in every causal language model of transformers: results/matrix.json (ONLY=Llama,Phi3)
 	$(PY) -m scripts.matrix $(if $(ONLY),--only '$(ONLY)')
 
-gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and a whole model (STAGE=right: one stage)
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(STAGE),--stage $(STAGE))
+gpu:  ## on a GPU, in 15 minutes: experiments, each with a question and a deadline (ONLY=step,right: some; SECONDS=400)
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(ONLY),--only $(ONLY)) $(if $(SECONDS),--seconds $(SECONDS))
 
 clean:  ## remove what was built, but keep .venv
 	rm -rf build dist site lab/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -30,7 +30,7 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
               help="Dims of keys and values on GPUs; a multiple of 16.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True,
               help="The model's dtype, on GPUs.")  # fmt: skip
-@click.option("--report", is_flag=True, help="Analyse the loops of the GPUs' machine code, with estimated times.")
+@click.option("--report", is_flag=True, help="Analyse the GPUs' machine code, loop by loop.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="With --report: rows of a step.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="With --report: KV heads of a row.")
 @click.option("--slots", type=click.IntRange(1), default=4096, show_default=True, help="With --report: slots of a KV head.")
@@ -45,9 +45,10 @@ def command(
     A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
     GPU kernels are compiled for one shape of a model; others are compiled when they first run.
 
-    With --report, for every innermost loop: instructions per slot (in a prompt's kernels per score), loads by their bits, products of
-    matrices, barriers, and the least time in which that GPU issues the loop's instructions, and reads its data, in a step. Times are
-    estimates from machine code, without latencies: they compare kernels, and do not predict speed.
+    With --report, of every kernel: resident programs, warps per scheduler in the step, and the longest chain of round trips to memory,
+    every branch taken. Of every innermost loop: instructions per slot (in a prompt's kernels per score), loads by their bits, products of
+    matrices, barriers, round trips per iteration, kilobytes in flight on a multiprocessor, and the least time in which that GPU reads the
+    loop's data in a step. The time is a lower bound from machine code and does not predict speed.
 
     \b
     Examples:
@@ -130,21 +131,38 @@ def _show_loops(rows: list[Row]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("policy", "kernel", "target"):
         table.add_column(name)
-    for name in ("programs", "buffers"):
+    for name in ("programs", "warps", "chain", "buffers"):
         table.add_column(name, justify="right")
     table.add_column("loop", overflow="fold")
-    for name in ("instructions", "loads", "products", "barriers", "issue µs", "read µs"):
+    for name in ("instructions", "loads", "products", "barriers", "trips", "KB in flight", "read µs"):
         table.add_column(name, justify="right")
     for row, loop in reported:
         assert row.taken is not None
         name = loop.loop if loop.times == 1 else f"{loop.loop} ({loop.times} alike)"
-        times = ["" if us is None else f"{us:.2f}" for us in (loop.issue_us, loop.read_us)]
+        taken = row.taken
         table.add_row(
-            row.policy, row.kernel, row.target, str(row.taken.programs), " ".join(row.taken.buffers), name,
-            f"{loop.per_slot:.2f}", loop.loads, str(loop.products), str(loop.barriers), *times,
+            row.policy, row.kernel, row.target, str(taken.programs), f"{taken.warps:g}", _cell(taken.chain), " ".join(taken.buffers),
+            name, f"{loop.per_slot:.2f}", loop.loads, str(loop.products), str(loop.barriers), _cell(loop.trips),
+            _cell(loop.in_flight and loop.in_flight / 1024), _cell(loop.read_us),
         )  # fmt: skip
     console = Console(highlight=False)
     console.print(
-        "\nInnermost loops; programs: of a multiprocessor; times are estimates from the machine code, without latencies\n"
+        "\nInnermost loops; programs: of a multiprocessor; warps: of a scheduler; trips: to memory; times are lower bounds\n"
     )
     console.print(table)
+    _show_estimates(rows, console)
+
+
+def _show_estimates(rows: list[Row], console: Any) -> None:
+    """Print the times that are estimates, with how far they have been off."""
+    from kvdsl.runtime.gpu.report import CHIPS, FITTED
+
+    for row in rows:
+        if row.taken is not None and row.taken.us is not None:
+            chip, fitted = CHIPS[row.target], FITTED[row.target]
+            off = f"off by {fitted.median:.0%} in the median and {fitted.worst:.0%} at most on measurements held out"
+            console.print(f"{row.policy}: {row.kernel} takes about {row.taken.us:g} µs on an {chip.name} ({off})")
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The stage `language`: what policies can say, on the device: shipped policies, the gallery, and random policies on random traces, step by
+"""Experiment 9 too: what policies can say, on the device: shipped policies, the gallery, and random policies on random traces, step by
 step beside the reference interpreter, in as many processes as there are cores. It takes kvdsl's compiler, which a bare machine may lack.
 """
 
@@ -17,10 +17,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.compile import MOST
 from scripts.gpu.setting import Lines, Setting
 
 COMPILER = ("click", "jinja2", "lark", "pydantic", "pytest")
+MOST = 16
+"""Processes: each has a context of half a gigabyte on the GPU."""
 TRACES = 2
 """Of every shipped policy."""
 RANDOM_AT_ONCE = 2

@@ -1,11 +1,7 @@
-"""The stage `right`: are the kernels right? Each check tells what is wrong, line by line."""
+"""Experiment 9: are the kernels right? Each check tells what is wrong, line by line."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -17,7 +13,6 @@ from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.torch.backend import TorchBackend
 from scripts.gpu.setting import (
     HAS_TRANSFORMERS,
-    ROOT,
     AttentionCall,
     Lines,
     PolicySpec,
@@ -32,21 +27,20 @@ from scripts.gpu.setting import (
     on_device,
     prepared,
 )
-from scripts.gpu.timing import captured, copy_rate
+from scripts.gpu.timing import captured
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2}
 COLUMN_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
 """Of what a prompt leaves in the columns: on 16 bits attention's log-sum-exps may be off by that much."""
 SCRATCH = ("part", "top", "total", "logits", "new_logits", "work")
 """Tensors of a workspace that a step writes before it reads them: poisoned before every step."""
-SANITIZER_SECONDS = 150
 _REORDERED = 50
 """Steps of rows in an order of their own."""
 
 
 def run(setting: Setting, lines: Lines) -> int:
     """All checks; 1 if something is wrong."""
-    lines.tell(**setting.environment(), missing=setting.missing(), copy_gbps=round(copy_rate(setting), 1))
+    lines.tell(**setting.environment(), missing=setting.missing())
     wrong = 0
     for spec in setting.specs():
         for what, found in (
@@ -61,8 +55,6 @@ def run(setting: Setting, lines: Lines) -> int:
 
         for name in setting.names:
             wrong += _report(lines, f"generate: {name}", generated_alike(name, setting))
-    if setting.real:
-        wrong += _report(lines, "compute-sanitizer", _sanitizer())
     return 1 if wrong else 0
 
 
@@ -178,7 +170,7 @@ def replayed(spec: PolicySpec, setting: Setting) -> Iterator[str]:
 
 def of_some_rows(spec: PolicySpec, setting: Setting) -> Iterator[str]:
     """Steps of rows in any order, in one CUDA graph that is told which, give what they give in order, bit for bit, and a row that is
-    not real is left alone. Two rows of two: of other numbers the programs would be cut otherwise.
+    not real is left alone.
     """
     shape: Shape = next(one for one in setting.sizes.checked if one.batch == 2)
     backend, state, tokens = prepared(setting, spec, shape, **half(spec, shape))
@@ -244,25 +236,3 @@ def statistics_of(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
     attn = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(2)
     return {"sum_attn": attn.sum(2), "sum_attn_squared": attn.square().sum(2), "last_attn": attn[:, :, -1]}
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def _sanitizer() -> Iterator[str]:
-    """Steps and prompts under compute-sanitizer, where it is installed, each allocation by itself so that it sees their ends."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        print("compute-sanitizer is not installed")
-        return
-    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "scripts.gpu.watched"]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SANITIZER_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        yield f"did not end within {SANITIZER_SECONDS} s"
-        return
-    if done.returncode:
-        yield from (done.stdout + done.stderr).splitlines()[-20:]

@@ -1,4 +1,4 @@
-"""What all stages share: sizes, policies, the folder of the results and the lines in it, states and calls."""
+"""What all experiments share: sizes, policies, the folder of the results and the lines in it, states and calls."""
 
 from __future__ import annotations
 
@@ -24,50 +24,46 @@ from kvdsl_lab.bench.baselines import Token
 from kvdsl_lab.bench.decode import SETTLING, Shape, decode_step, new_tokens, rotation, steady_state
 from scripts.gpu import HAS_TRANSFORMERS, ROOT
 
-STAGES = {"compile": 150, "right": 300, "kernels": 540, "model": 480, "in_place": 110, "language": 200}
-"""Their deadlines, in seconds: less than 30 minutes in all."""
+POLICIES = ("h2o", "roco", "streaming_llm", "sparcas", "equip_blocks", "full", "tova", "scissorhands")
 
-POLICIES = ("roco", "h2o", "tova", "streaming_llm", "scissorhands", "equip_blocks", "sparcas")
-RACED = ("streaming_llm", "equip_h2o")
-"""What is raced against caches that are shifted; EQUIP's two."""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
+    "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Llama-3-8B's shape, as a `config.json`."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A whole model's run: so many rows of so many tokens, `budget` of which stay, and so many new ones."""
+class Served:
+    """What vLLM is asked: so many requests of prompts and answers of so many tokens."""
 
-    batch: int
-    context: int
+    config: dict[str, Any]
+    requests: int
+    prompt: int
+    answer: int
     budget: int
-    new_tokens: int = 128
-
-
-@dataclass(frozen=True)
-class Held:
-    """A cache of so many tokens, for so many rows."""
-
-    batch: int
-    tokens: int
+    cache_bytes: int
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of everything that is run."""
 
-    checked: tuple[Shape, ...]
     timed: tuple[Shape, ...]
+    parts: tuple[Shape, ...]
     selecting: tuple[Shape, ...]
+    checked: tuple[Shape, ...]
     checked_prompts: tuple[prefill.Shape, ...]
     timed_prompts: tuple[prefill.Shape, ...]
-    whole: tuple[Whole, ...]
-    held: tuple[Held, ...]
+    served: Served
     layers: int
     settling: int
     generated: int
-    variants: int
+    cuts: int
     replays: int
     repeats: int
-    copied: int
     random_jobs: int
     language_s: float
 
@@ -78,10 +74,9 @@ REAL = Sizes(
         for dtype in ("fp32", "fp16", "bf16")
         for batch, group, dim, live in ((1, 4, 128, 1000), (3, 1, 64, 257), (2, 7, 80, 4097), (1, 8, 256, 600))
     ),
-    timed=tuple(Shape(batch, 8, 4, 128, live, "bf16") for live, batch in product((4096, 1024, 512, 32768), (1, 8, 64))),
-    selecting=tuple(
-        Shape(batch, 8, 4, 128, live, "bf16") for batch, live in ((1, 8192), (1, 32768), (8, 32768), (1, 131072))
-    ),
+    timed=tuple(Shape(batch, 8, 4, 128, live, "bf16") for batch, live in product((64, 128, 256), (1024, 2048))),
+    parts=tuple(Shape(batch, 8, 4, 128, 4096, "bf16") for batch in (64, 8, 1)),
+    selecting=tuple(Shape(batch, 8, 4, 128, 32768, "bf16") for batch in (8, 1)),
     checked_prompts=(  # every one of them is compiled for every policy
         prefill.Shape(1, 2, 4, 128, 2000, "bf16"),
         prefill.Shape(1, 2, 7, 80, 1025, "bf16"),
@@ -89,39 +84,40 @@ REAL = Sizes(
         prefill.Shape(2, 2, 1, 64, 777, "fp16"),
         prefill.Shape(1, 2, 4, 128, 1000, "fp32"),
     ),
-    timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (4096, 8192, 32768)),
-    whole=(Whole(1, 32768, 4096), Whole(1, 4096, 1024), Whole(64, 4096, 1024), Whole(8, 32768, 4096), Whole(1, 32768, 1024)),
-    held=tuple(
-        Held(batch, tokens) for batch, tokens in ((8, 512), (8, 1024), (64, 512), (1, 512), (64, 1024), (1, 1024), (8, 4096))
-    ),
+    timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (2048, 32768)),
+    served=Served(LLAMA, 64, 512, 2048, 512, 4 << 30),
     layers=32,
     settling=SETTLING,
     generated=24,
-    variants=99,
-    replays=2000,
+    cuts=99,
+    replays=500,
     repeats=15,
-    copied=1 << 30,
     random_jobs=2000,
-    language_s=150,
+    language_s=45,
 )
 TOY = Sizes(
-    checked=(Shape(2, 1, 2, 32, 20, "fp16"),),
     timed=(Shape(1, 1, 2, 32, 20, "fp32"),),
+    parts=(Shape(1, 1, 2, 32, 20, "fp32"),),
     selecting=(Shape(1, 1, 2, 32, 40, "fp32"),),
+    checked=(Shape(2, 1, 2, 32, 20, "fp16"),),
     checked_prompts=(prefill.Shape(1, 1, 2, 32, 40, "fp16"),),
     timed_prompts=(prefill.Shape(1, 1, 1, 32, 20, "fp32"),),
-    whole=(Whole(1, 24, 16, 3),),
-    held=(Held(2, 16),),
+    served=Served(
+        LLAMA | {
+            "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 64,
+        },
+        2, 24, 8, 16, 64 << 20,
+    ),
     layers=2,
     settling=1,
     generated=4,
-    variants=3,
+    cuts=3,
     replays=4,
     repeats=3,
-    copied=1 << 20,
     random_jobs=2,
     language_s=1e9,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,13 +126,12 @@ class Setting:
 
     Attributes:
         device: `cuda`, or `cpu` in Triton's interpreter.
-        names, raced: policies; the latter are those of the stage `in_place`.
+        names: policies. out: the folder of the results.
     """
 
     device: str
     sizes: Sizes
     names: tuple[str, ...]
-    raced: tuple[str, ...]
     out: Path
 
     @staticmethod
@@ -149,8 +144,7 @@ class Setting:
         folder = out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "results" / gpu)
         folder.mkdir(parents=True, exist_ok=True)
         wanted = POLICIES if policies is None else tuple(policies.split(","))
-        raced = tuple(name for name in RACED if policies is None or name in wanted)
-        return Setting(device, TOY if toy else REAL, _there(wanted), _there(raced), folder.resolve())
+        return Setting(device, TOY if toy else REAL, _there(wanted), folder.resolve())
 
     @property
     def real(self) -> bool:
@@ -159,7 +153,7 @@ class Setting:
 
     def missing(self) -> list[str]:
         """Policies without a package in generated/; the compiler, which makes them, may not be here."""
-        return sorted({*POLICIES, *RACED} - {*self.names, *self.raced})
+        return sorted({*POLICIES} - {*self.names})
 
     def specs(self) -> list[PolicySpec]:
         """The policies."""
@@ -189,11 +183,6 @@ def cache_class(name: str) -> Any:
     return next(value for key, value in vars(module).items() if key.endswith("Cache") and hasattr(value, "spec"))
 
 
-def module_of(stage: str) -> Any:
-    """The module of a stage, whose `run(setting, lines)` gives an exit code."""
-    return importlib.import_module(f"scripts.gpu.{stage}")
-
-
 @dataclass
 class Lines:
     """A file of JSON lines, each of which is there as soon as it is told."""
@@ -205,7 +194,7 @@ class Lines:
         self.path.write_text("")
 
     def tell(self, **facts: Any) -> None:
-        """One more line; `s` is when, in seconds since the stage began."""
+        """One more line; `s` is when, in seconds since the experiment began."""
         with self.path.open("a") as file:
             file.write(json.dumps({"s": round(time.monotonic() - self.begun, 1), **facts}) + "\n")
 

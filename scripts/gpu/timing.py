@@ -1,12 +1,11 @@
-"""Times on a GPU: graphs of steps, medians of their replays, and what a copy reaches."""
+"""Times on a GPU: graphs of steps, medians of their replays, and what a profiler says of single kernels."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,62 +56,31 @@ def _seconds(run: Step) -> float:
     return time.perf_counter() - begun
 
 
-def copy_rate(setting: Setting) -> float:
-    """Bytes read and written a second by a large copy on the device, in GB/s: no step can be faster."""
-    size = setting.sizes.copied
-    one, other = (torch.zeros(size, dtype=torch.int8, device=setting.device) for _ in range(2))
-    return 2 * size / median_ms(setting, lambda: other.copy_(one)) / 1e6
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a run: its launches, and the microseconds of each on average."""
+
+    name: str
+    launches: int
+    us: float
 
 
-def measured(setting: Setting, run: Step) -> tuple[float, int | None]:
-    """Milliseconds, and what the run allocates beyond its inputs; None where the allocator is not the GPU's."""
-    ms = median_ms(setting, run, 5)
-    if not setting.real:
-        return ms, None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+def kernels(setting: Setting, run: Step, times: int = 10) -> list[Kernel]:
+    """What the device did in a run, by torch's profiler; nothing in the interpreter."""
     run()
-    torch.cuda.synchronize()
-    return ms, torch.cuda.max_memory_allocated() - before
-
-
-@contextmanager
-def timed_parts(setting: Setting, functions: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
-    """Milliseconds of what is called meanwhile, by name, there when it ends.
-
-    Args:
-        functions: whose attributes they are, and of what name.
-    """
-    found, marks = dict.fromkeys(functions, 0.0), []
-    real = {name: getattr(owner, attribute) for name, (owner, attribute) in functions.items()}
-
-    def watched(name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            begin = _mark(setting)
-            out = real[name](*given, **named)
-            end = _mark(setting)
-            marks.append((name, begin, end))
-            return out
-
-        return call
-
-    try:
-        for name, (owner, attribute) in functions.items():
-            setattr(owner, attribute, watched(name))
-        yield found
-    finally:
-        for name, (owner, attribute) in functions.items():
-            setattr(owner, attribute, real[name])
-    if setting.real:
-        torch.cuda.synchronize()
-    for name, begin, end in marks:
-        found[name] += begin.elapsed_time(end) if setting.real else (end - begin) * 1e3
-
-
-def _mark(setting: Setting) -> Any:
-    """Now: of the device's stream, or seconds."""
     if not setting.real:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        return []
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as seen:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [Kernel(one.key, one.count // times, one.self_device_time_total / one.count) for one in events if one.count]
+
+
+def kernel_us(setting: Setting, run: Step) -> dict[str, float]:
+    """Microseconds of a launch of each of our kernels."""
+    ours = ("make_room", "look", "vote", "choose", "attend", "take", "settle", "agree", "give_back")
+    return {one.name: round(one.us, 2) for one in kernels(setting, run) if one.name in ours}

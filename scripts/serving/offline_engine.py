@@ -22,11 +22,11 @@ Answer = Callable[[list[list[int]], int], "float | None"]
 
 
 def vllm(told: dict[str, Any]) -> Answer:
-    """vLLM; `policy` is what its `additional_config` says of kvdsl, if anything."""
+    """vLLM; `policy` is what its `additional_config` says of kvdsl, if anything, and `more` other arguments of `LLM`."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
-    more = {"additional_config": {"kvdsl": told["policy"]}} if told.get("policy") else {}
+    more = told.get("more", {}) | ({"additional_config": {"kvdsl": told["policy"]}} if told.get("policy") else {})
     llm = LLM(
         told["model"], dtype=told["dtype"], max_model_len=told["longest"], max_num_batched_tokens=told["longest"],
         enable_prefix_caching=False, kv_cache_memory_bytes=told["cache_bytes"], disable_log_stats=False, **more,

@@ -70,8 +70,8 @@ def graph(into: CUDAGraph) -> Iterator[None]:
 
 
 def install() -> None:
-    """Have `scripts.gpu` take this for a machine with a GPU, with a model of Llama's shape that is tiny."""
-    from scripts.gpu import model, setting
+    """Have `scripts.gpu` take this for a machine with a GPU."""
+    from scripts.gpu import setting
 
     stubs = {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph, "current_stream": Stream,
@@ -79,13 +79,6 @@ def install() -> None:
     }  # fmt: skip
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in ("synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        setattr(torch.cuda, name, lambda: 0)
-    torch.compile = lambda function, **_: function
     setting.Setting.real = property(lambda _: True)
-    model.LLAMA = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 256,
-    }  # fmt: skip

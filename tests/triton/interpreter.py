@@ -112,6 +112,7 @@ def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     import triton.language as tl
 
     patch.setattr("kvdsl.runtime.gpu.backend._PROCESSORS_IN_THE_INTERPRETER", 16)
+    patch.setattr("kvdsl.runtime.gpu.sizes.SPLIT", 32)
     patch.setattr(Sizes, "attend_block", 16)
     patch.setattr(Sizes, "settle_block", 16)
     patch.setattr(Sizes, "alone_block", 16)

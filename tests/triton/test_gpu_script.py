@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvdsl.runtime.gpu import sizes
-from scripts.gpu import in_place, variants
-from scripts.gpu.__main__ import _stage
-from scripts.gpu.setting import STAGES
+from scripts.gpu import cuts
+from scripts.gpu.__main__ import _ran
+from scripts.gpu.experiments import EXPERIMENTS, in_time
+from scripts.gpu.setting import TOY, Setting
 
 pytestmark = pytest.mark.nightly
 
@@ -42,133 +44,109 @@ if "resource_tracker" not in " ".join(sys.orig_argv):  # the process of Python's
 """
 
 
-def toy(folder: Path, stages: str, missing: tuple[str, ...], *words: str) -> subprocess.CompletedProcess[str]:
-    """Stages at toy sizes, in processes that find none of these packages."""
-    (folder / "sitecustomize.py").write_text(LACKING.format(missing=missing))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(folder), "OUT": str(folder / "out")}
-    command = [sys.executable, "-m", "scripts.gpu", "--toy", "--stage", stages, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-def lines(folder: Path, stage: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / f"{stage}.jsonl").read_text().splitlines()]
-
-
-def dry(folder: Path, stages: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Stages at toy sizes as they go on a GPU, which is a stub: with graphs, events and a device's memory."""
-    (folder / "sitecustomize.py").write_text(STUBBED)
+def started(folder: Path, site: str, names: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Experiments at toy sizes, in processes that begin with `site`."""
+    (folder / "sitecustomize.py").write_text(site)
     path = os.pathsep.join(map(str, (folder, ROOT, ROOT / "lab")))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OUT": str(folder / "out"), **variables}
-    command = [sys.executable, "-m", "scripts.gpu", "--toy", "--stage", stages, *words]
+    command = [sys.executable, "-m", "scripts.gpu", "--toy", "--only", names, *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
-    done = dry(tmp_path, "compile,right,kernels,model", "--policies", "roco")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {lines(tmp_path, stage)[0]["gpu"] for stage in ("compile", "right", "kernels", "model")} == {"a stub"}
-    checks = lines(tmp_path, "right")[1:]
-    assert {"numerics: roco", "graph: roco", "rows: roco", "generate: roco", "compute-sanitizer"} <= {
-        line["check"] for line in checks
-    }
-    assert not any(line["wrong"] for line in checks)
-    timed = lines(tmp_path, "kernels")[1:]
-    assert {"sdpa", "flash", "cudnn", "flex", "roco"} <= {line["policy"] for line in timed if line["kind"] == "decode"}
-    (roco,) = (line for line in timed if line["kind"] == "decode" and line["policy"] == "roco")
-    assert roco["ms"] > 0 and roco["eager_ms"] > 0 and roco["of_best"] > 0
-    (prompt,) = (line for line in timed if line["kind"] == "prompt" and line["policy"] == "roco")
-    assert prompt["attend_ms"] + prompt["observe_ms"] > 0 and prompt["peak_bytes"] == 0
-    tried = [line for line in timed if "variant" in line]
-    assert len(tried) == 3 and all(line["ms"] > 0 for line in tried)
-    assert {"static", "dynamic", "roco"} <= {
-        line["cache"] for line in lines(tmp_path, "model")[1:] if line.get("peak_bytes") == 0
-    }
+def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each experiment found, by its name, from the one line that it left; the first fact is the machine."""
+    lines = [json.loads(line) for line in (folder / "out" / "experiments.jsonl").read_text().splitlines()]
+    assert all(line["question"] and line["deadline_s"] > 0 and line["exit"] == 0 for line in lines)
+    return {line["experiment"]: line["found"] for line in lines}
 
 
-def test_what_is_raced_in_place_as_on_a_gpu(tmp_path: Path) -> None:
-    done = dry(tmp_path, "in_place", "--policies", "streaming_llm")
+def test_all_experiments_as_on_a_gpu(tmp_path: Path) -> None:
+    """On a stub, with graphs and events."""
+    done = started(tmp_path, STUBBED, ",".join(EXPERIMENTS), "--policies", "roco,sparcas")
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = lines(tmp_path, "in_place")[1:]
-    assert (row["policy"], row["batch"], row["cache"]) == ("streaming_llm", 2, 16) and "error" not in row
-    assert all(row[f"{way}{how}ms"] > 0 for way in ("", "shift_", "published_") for how in ("", "eager_"))
-    assert all(f"{how}over_{way}" in row for way in ("shift", "published") for how in ("", "eager_"))
-    assert "| streaming_llm | 2 | 16 |" in done.stdout, "the table"
+    told = found(tmp_path)
+    assert list(told) == list(EXPERIMENTS)
+    assert {lines[0]["gpu"] for name, lines in told.items() if name != "language"} == {"a stub"}
+    assert {"sdpa", "cudnn", "roco"} == {line["policy"] for line in told["step"][1:]}
+    assert all(line["of_best"] > 0 for line in told["step"][1:] if line["policy"] == "roco")
+    assert [line["policy"] for line in told["parts"][1:]] == ["roco", "sparcas"]
+    assert len(told["cuts"][1:]) == TOY.cuts and all(line["ms"] > 0 for line in told["cuts"][1:])
+    assert [line["policy"] for line in told["selection"][1:]] == ["sparcas"] and told["selection"][1]["vs_best_dense"] > 0
+    assert told["lazily"][1]["of_plain"] > 0
+    assert {"sdpa", "roco"} <= {line["policy"] for line in told["prompt"][1:]}
+    checks = told["right"][1:]
+    assert {"numerics: roco", "graph: roco", "rows: roco", "generate: roco"} <= {line["check"] for line in checks}
+    assert not any(line["wrong"] for line in checks) and told["language"][-1]["traces"] > 0
 
 
 def test_a_graph_that_does_nothing_is_found(tmp_path: Path) -> None:
-    done = dry(tmp_path, "right", "--policies", "roco", IDLE_GRAPHS="1")
+    done = started(tmp_path, STUBBED, "right", "--policies", "roco", IDLE_GRAPHS="1")
     assert done.returncode == 1 and "not well: right" in done.stdout
-    assert [line["check"] for line in lines(tmp_path, "right")[1:] if line["wrong"]] == ["graph: roco", "rows: roco"]
+    checks = [json.loads(line) for line in (tmp_path / "out" / "right.jsonl").read_text().splitlines()][1:]
+    assert [line["check"] for line in checks if line["wrong"]] == ["graph: roco", "rows: roco"]
 
 
-@pytest.mark.parametrize("variant", variants.STEPS + variants.PROMPTS, ids=lambda variant: variant.name)
-def test_variants_hold_meanwhile(variant: variants.Variant) -> None:
+def test_kernels_run_without_the_compiler_and_transformers(tmp_path: Path) -> None:
+    site = LACKING.format(missing=(*COMPILER, "transformers", "vllm"))
+    done = started(tmp_path, site, "step,parts,selection,right,language,served", "--policies", "roco,sparcas")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = found(tmp_path)
+    assert "transformers" not in told["step"][0] and not told["served"][0]["vllm"] and len(told["language"]) == 1
+    checks = told["right"][1:]
+    assert {"numerics: sparcas", "prompts: sparcas", "rows: sparcas"} <= {line["check"] for line in checks}
+    assert not any(line["wrong"] for line in checks)
+
+
+def test_what_is_wanted_of_vllm_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that answers at once."""
+    from scripts.gpu import served
+    from scripts.gpu.setting import Lines
+
+    asked: list[list[dict[str, Any]]] = []
+
+    def engine(_: list[str], *, input: str, **__: Any) -> subprocess.CompletedProcess[str]:
+        asked.append([json.loads(line) for line in input.splitlines()])
+        return subprocess.CompletedProcess([], 0, "loading\n" + '@{"seconds": 2.0, "ttft_ms": 1.0}\n' * 2, "")
+
+    monkeypatch.setattr(served, "find_spec", lambda _: True)
+    monkeypatch.setattr(served.subprocess, "run", engine)
+    setting, lines = Setting("cpu", TOY, (), tmp_path), Lines(tmp_path / "served.jsonl")
+    assert served.run(setting, lines) == 0
+    rows = [json.loads(line) for line in lines.path.read_text().splitlines()][1:]
+    assert [(row["policy"], row["tokens_per_s"]) for row in rows] == [("full", 8.0), ("h2o", 8.0), ("full", 8.0)]
+    assert [told["policy"] for told, *_ in asked] == [None, {"policy": "h2o", "budget": 16}, None]
+
+
+@pytest.mark.parametrize("cut", cuts.CUTS, ids=lambda cut: cut.name)
+def test_cuts_hold_meanwhile(cut: cuts.Cut) -> None:
     before = {name: dict(x) if isinstance(x, dict) else x for name, x in vars(sizes).items() if name.isupper()}
-    with variants.meanwhile(variant):
-        assert all(getattr(sizes, name) == number for name, number in variant.numbers.items())
-        assert all(getattr(sizes, name).items() >= options.items() for name, options in variant.options.items())
+    with cuts.meanwhile(cut):
+        assert all(getattr(sizes, name) == number for name, number in cut.numbers.items())
+        assert all(getattr(sizes, name).items() >= options.items() for name, options in cut.options.items())
     assert before == {name: x for name, x in vars(sizes).items() if name.isupper()}
 
 
-def test_kernels_are_compiled_without_transformers(tmp_path: Path) -> None:
-    done = toy(tmp_path, "compile", (*COMPILER, "transformers"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    made = {path.parent.name for path in (ROOT / "generated").glob("*/cache.py")}  # the exemplars, and what was made here
-    head, *compiled = lines(tmp_path, "compile")
-    assert head["gpu"] == "interpreter" and "transformers" not in head
-    assert {"roco", "streaming_llm", "equip_blocks", "sparcas"} <= {line["policy"] for line in compiled} <= made
-    assert not any(line.get("error") for line in compiled)
+def test_all_experiments_fit_into_a_quarter_of_an_hour() -> None:
+    assert sum(one.seconds for one in EXPERIMENTS.values()) <= 840
+    assert in_time(list(EXPERIMENTS), 840) == list(EXPERIMENTS)
+    assert in_time(list(EXPERIMENTS), 400)[:2] == ["served", "step"]
 
 
-def test_kernels_run_without_transformers(tmp_path: Path) -> None:
-    """Those of a policy that selects; as on a GPU, RoCo's run above."""
-    done = toy(tmp_path, "right,kernels", (*COMPILER, "transformers"), "--policies", "sparcas")
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks = lines(tmp_path, "right")[1:]
-    assert {"numerics: sparcas", "prompts: sparcas", "graph: sparcas", "rows: sparcas"} <= {line["check"] for line in checks}
-    assert not any(line["wrong"] for line in checks)
-    timed = lines(tmp_path, "kernels")[1:]
-    assert {"select", "prompt"} <= {line["kind"] for line in timed}
-    assert all(line["ms"] > 0 for line in timed)
-    assert {line["policy"] for line in timed if line["kind"] == "select"} == {"sparcas"}
-
-
-def test_whole_models_without_the_compiler(tmp_path: Path) -> None:
-    done = toy(tmp_path, "model,in_place", COMPILER)
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = lines(tmp_path, "model")[1:]
-    assert {"static", "dynamic", "roco", "streaming_llm"} <= {line["cache"] for line in runs}
-    assert all(line["ttft_s"] > 0 for line in runs)
-    assert sum("tokens_per_s" in line for line in runs) == len(runs) / 2, "first tokens of all come first"
-    raced = lines(tmp_path, "in_place")[1:]
-    assert "streaming_llm" in {line["policy"] for line in raced} and all(line["eager_over_shift"] > 0 for line in raced)
-
-
-def test_both_in_graphs_or_neither() -> None:
-    """Published H2O has no graph; and where one way's capture failed, its time is compared with nothing."""
-    row = {"ms": 2.0, "eager_ms": 9.0, "shift_ms": 3.0, "shift_eager_ms": 10.0, "published_eager_ms": 18.0}
-    assert in_place.compared(row) == {"over_shift": 1.5, "eager_over_shift": 1.111, "eager_over_published": 2.0}
-    del row["ms"]
-    assert in_place.compared(row) == {"eager_over_shift": 1.111, "eager_over_published": 2.0}
-
-
-def test_all_stages_end_within_half_an_hour() -> None:
-    assert sum(STAGES.values()) < 30 * 60
-
-
-def test_a_stage_that_hangs_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not _stage("right", 0, ["--toy"])
+def test_an_experiment_that_hangs_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    setting = Setting("cpu", TOY, (), tmp_path)
+    assert not _ran(replace(EXPERIMENTS["right"], seconds=0), setting, ["--toy"])
     assert "stopped at its deadline" in capfd.readouterr().out
+    assert json.loads((tmp_path / "experiments.jsonl").read_text())["exit"] is None
 
 
 def test_without_a_gpu() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "scripts.gpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no GPU" in done.stderr
+    assert done.returncode == 2 and "no GPU" in done.stderr
     done = subprocess.run(
-        [*command, "--stage", "wrong"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*command, "--only", "wrong"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert "there is no stage wrong; there are compile, right, kernels, model, in_place" in done.stderr
+    assert done.returncode == 2 and "there is no experiment wrong; there are step, parts" in done.stderr
+    done = subprocess.run([*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "not written: 3, one cooperative launch" in done.stdout

@@ -1,15 +1,21 @@
-"""Programs of `settle` that share a KV head's slots: whatever their number and their order, the same tokens leave."""
+"""Programs that share a KV head's slots. Whatever the number of `settle`'s and their order, the same tokens leave; whatever rows are beside
+one, it gets the same bits.
+"""
 
 from __future__ import annotations
+
+from copy import deepcopy
 
 import pytest
 import torch
 
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu import backend
 from kvdsl.runtime.gpu.sizes import SETTLERS_PER_PROCESSOR
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl.runtime.state.slots import SlotState
+from tests.quick import few
 from tests.texts import spec_of
 from tests.triton.test_poison import call, kept
 
@@ -64,3 +70,29 @@ def test_some_of_the_last_tokens_have_left(keeps: str) -> None:
         state.position[gone] = -1
     steps(ours, "triton"), steps(theirs, "torch")
     assert kept(ours) == kept(theirs)
+
+
+BESIDE = ([3], [0, 3, 1, 2])
+"""Rows of a step, of four: one by itself, and beside others."""
+
+
+def of_four(tokens: int, make: torch.Generator) -> AttentionCall:
+    calls = [call(tokens, make, torch.float32) for _ in range(2)]
+    return calls[0]._replace(
+        **{name: torch.cat([getattr(one, name) for one in calls]) for name in ("query", "key", "value")}
+    )
+
+
+@pytest.mark.parametrize("keeps", few(list(KEEPS), "tops"))
+def test_the_same_bits_beside_others(keeps: str) -> None:
+    """Of outputs, columns and positions: what a row attends to and who leaves it never depends on the batch."""
+    state, make = slot_state(spec_of(TEXT.format(KEEPS[keeps])), {}), torch.Generator().manual_seed(3)
+    server = choose(state.spec, "triton", CPU, torch.float32)
+    server.prefill(state, of_four(PROMPT, make))
+    token, found = of_four(1, make), []
+    for rows in BESIDE:
+        one, row = deepcopy(state), rows.index(3)
+        one.select_rows(torch.tensor(rows))
+        out = server.decode(one, token._replace(query=token.query[rows], key=token.key[rows], value=token.value[rows]))
+        found.append((out[row], one.position[row], one.columns[:, row].where(one.position[row] >= 0, 0)))
+    assert all(map(torch.equal, *found))

@@ -146,12 +146,11 @@ def test_nothing_is_allocated_after_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 16, 17, 513, 4096, 100_001])
-@pytest.mark.parametrize("pairs", [1, 8, 64, 512])
 @pytest.mark.parametrize(
     "sizes", [Sizes(4, 128, 128, 2), Sizes(4, 128, 128, 2, hopper=True), Sizes(1, 64, 64, 4), Sizes(8, 256, 80, 4)]
 )
-def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
-    splits, per_split = sizes.splits(slots, pairs, processors=132)
+def test_splits_cover_the_slots(sizes: Sizes, slots: int) -> None:
+    splits, per_split = sizes.splits(slots)
     assert per_split % sizes.attend_block == 0
     assert (splits - 1) * per_split < slots <= splits * per_split
     assert 1 <= splits <= MAX_SPLITS
@@ -211,12 +210,3 @@ def test_who_is_served() -> None:
     query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
     with pytest.raises(KvdslError, match="another dtype"):
         choose(roco, "triton", CPU, torch.float32).decode(state, AttentionCall(query, key, value, None, 0.125))
-
-
-@pytest.mark.parametrize("pairs", [8, 64, 136, 200, 264, 300, 512])
-def test_splits_spread_evenly(pairs: int) -> None:
-    """The processor with most to do has at most a third more than all have on average."""
-    sizes, slots, processors = Sizes(4, 128, 128, 2), 4096, 132
-    splits, per_split = sizes.splits(slots, pairs, processors)
-    most = -(-pairs * splits // processors) * per_split
-    assert most <= 4 / 3 * pairs * slots / processors

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.hf import checks
 from kvdsl.runtime.hf.layer import SlotLayer
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.layers import slot_state
 from kvdsl_lab.bench.decode import rotation
-from kvdsl_lab.bench.shifting import twin
-from scripts.gpu import in_place
-from scripts.gpu.setting import TOY, Held, Setting
+from kvdsl_lab.bench.shifting import ShiftedCache, twin
+from scripts.gpu.setting import TOY, Setting
 from scripts.gpu.whole import tiny
 from tests.differential.test_random import POLICIES
 from tests.quick import few
@@ -98,18 +98,31 @@ def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("policy", few(["streaming_llm", "equip_h2o"], "equip_h2o"))
 def test_a_whole_token_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that `scripts/gpu/in_place.py` can capture it, in place and shifted; what cannot be captured does wait."""
+    """So that a graph can have it, in place and shifted; what cannot be captured does wait: published H2O, which chooses by a mask."""
     for check in ("check_text", "check_counting"):  # on a GPU they look at prompts only
         monkeypatch.setattr(checks, check, lambda *_: None)
-    model = tiny(Setting("cpu", TOY, (), (), Path()))
-    for way in in_place.ways(model, twin(model), kvdsl.load(policy), 16).values():
-        cache = way.make()
+    model = tiny(Setting("cpu", TOY, (), Path()))
+    shifted, cls, given = twin(model), kvdsl.load(policy), {"budget": 16}
+    ways = (
+        (model, cls(model, backend="triton", **given), True),
+        (shifted, ShiftedCache(shifted, cls.spec, given, fresh=False), True),
+        (shifted, ShiftedCache(shifted, cls.spec, given, fresh=True), not cls.spec.reads_attention),
+    )
+    for way, cache, captures in ways:
         with torch.inference_mode():
-            step = in_place.prompted(replace(way, make=lambda cache=cache: cache), Held(2, 16), "cpu")
+            step = _token(way, cache)
             step(), step()
-            with Waits(monkeypatch, [*way.model.parameters(), *way.model.buffers(), *_held(cache)]) as waits:
+            with Waits(monkeypatch, [*way.parameters(), *way.buffers(), *_held(cache)]) as waits:
                 step()
-        assert way.captures == (not waits.lines), "\n".join(waits.lines)
+        assert captures == (not waits.lines), "\n".join(waits.lines)
+
+
+def _token(model: Any, cache: Any) -> Callable[[], torch.Tensor]:
+    """A token more of two rows, behind one prompt that they share and that fills the cache: from its second call on, one leaves."""
+    forward = partial(model, **with_cache(cache), use_cache=True, logits_to_keep=1)
+    newest = forward(input_ids=torch.randint(1, 128, (1, 16))).logits[0, -1].topk(2).indices[:, None]
+    cache.batch_repeat_interleave(2)
+    return lambda: newest.copy_(forward(input_ids=newest).logits[:, -1].argmax(-1, keepdim=True))
 
 
 def _held(cache: Any) -> Iterator[torch.Tensor]:

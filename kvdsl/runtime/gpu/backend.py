@@ -313,7 +313,7 @@ def workspace_of(
     """Return a new workspace for steps of `batch` rows."""
     _, heads, slots = state.position.shape
     cut = slots, batch * heads, _processors(state.position.device)
-    splits, per_split = sizes.splits(*cut)
+    splits, per_split = sizes.splits(slots)
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages=chooses_pages(kernels)))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)

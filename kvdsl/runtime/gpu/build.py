@@ -301,7 +301,7 @@ def _row(
         raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {said}") from error
     ms = (time.perf_counter() - begun) * 1e3
     registers, spills = _nvidia(compiled) if target.backend == "cuda" else _amd(compiled)
-    told = None if step is None else taken(kernel, compiled, registers, what.constants, step, name)
+    told = None if step is None else taken(kernel, compiled, registers, spills, what.constants, step, name)
     return Row(stem, kernel, name, registers, compiled.metadata.shared, spills, round(ms, 1), told)
 
 

@@ -3,6 +3,9 @@
 NVIDIA's and AMD's disassemblies contain labels, branches, and source lines, each in its own syntax. A branch back to a label closes a loop.
 Loops that contain another are left out, because the inner one dominates their time. Counts follow the shortest path through an iteration:
 code that a branch may skip does not count, such as the logit cap that most models lack.
+
+For NVIDIA it also counts round trips to memory. A warp issues its instructions in order and stops at the first one that needs what a load,
+an atomic or a copy to shared memory has not brought yet. So the count lets each of those take one unit, and all else no time.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -23,7 +26,7 @@ class Syntax:
             file (for AMD its number), line number. file: maps file numbers to names, if source lines contain numbers.
         always, maybe: names of unconditional and of conditional branches.
         loads: names of loads from global memory. widths: patterns and their bits, the first match counts; 32 bits without a match.
-        products, barrier: names of matrix products and of barriers.
+        products, barrier: names of matrix products and of barriers. ordered: whether `Warp` understands its instructions.
     """
 
     label: str
@@ -36,6 +39,7 @@ class Syntax:
     widths: tuple[tuple[str, int], ...]
     products: str
     barrier: str
+    ordered: bool
 
 
 NVIDIA = Syntax(
@@ -49,6 +53,7 @@ NVIDIA = Syntax(
     widths=((r"\.128", 128), (r"\.64", 64), (r"\.[US]16", 16), (r"\.[US]8", 8)),
     products=r"^[HI]?(GMMA|MMA)|^HGMMA",
     barrier=r"^BAR\.SYNC",
+    ordered=True,
 )
 AMD = Syntax(
     label=r"^(\.LBB\d+_\d+):",
@@ -61,6 +66,7 @@ AMD = Syntax(
     widths=((r"x4", 128), (r"x3", 96), (r"x2", 64), (r"[us]short", 16), (r"[us]byte", 8)),
     products=r"^v_(s?mfma|wmma)_",
     barrier=r"^s_barrier",
+    ordered=False,
 )
 
 
@@ -73,6 +79,7 @@ class Loop:
         instructions: per warp and iteration.
         loads: number of loads from global memory, by bits per thread.
         products, barriers: number of matrix products and of barriers per iteration.
+        trips: round trips to memory that a warp waits for per iteration; None for AMD.
     """
 
     name: str
@@ -80,6 +87,7 @@ class Loop:
     loads: dict[int, int]
     products: int
     barriers: int
+    trips: float | None
 
     def loaded(self, threads: int) -> int:
         """Return the bytes that a program of `threads` threads loads per iteration."""
@@ -87,20 +95,37 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Code:
+    """A kernel's machine code.
+
+    Attributes:
+        loops: its innermost loops, in program order. instructions: all that it has, loops once.
+        chain: round trips that a warp waits for which passes every instruction once; None for AMD.
+    """
+
+    loops: list[Loop]
+    instructions: int
+    chain: int | None
+
+
+@dataclass(frozen=True)
 class _Step:
     name: str
+    guard: str
+    operands: str
     target: str | None
     always: bool
     where: tuple[str, int] | None
 
 
-def loops(text: str, syntax: Syntax) -> list[Loop]:
-    """Return a kernel's innermost loops, in program order.
-
-    Args:
-        text: the output of `nvdisasm -g -c` for a cubin, or AMD assembly.
-    """
+def code(text: str, syntax: Syntax) -> Code:
+    """Read a kernel from the output of `nvdisasm -g -c` for a cubin, or from AMD assembly."""
     steps, labels = _read(text, syntax)
+    chain = round(_trips(steps)) if syntax.ordered else None
+    return Code(_innermost(steps, labels, syntax), len(steps), chain)
+
+
+def _innermost(steps: list[_Step], labels: dict[str, int], syntax: Syntax) -> list[Loop]:
     spans = sorted(
         {
             (labels[step.target], end)
@@ -138,11 +163,12 @@ def _step(match: re.Match[str], where: tuple[str, int] | None, syntax: Syntax) -
     name = match[2]
     always = bool(re.match(syntax.always, name)) and not match[1]
     target = re.search(r"\.L\w+", match[3]) if re.match(syntax.maybe, name) or re.match(syntax.always, name) else None
-    return _Step(name, target and target[0], always, where)
+    return _Step(name, match[1] or "", match[3], target and target[0], always, where)
 
 
 def _loop(steps: list[_Step], labels: dict[str, int], span: tuple[int, int], syntax: Syntax) -> Loop:
-    names = [steps[n].name for n in _shortest(steps, labels, *span)]
+    way = [steps[n] for n in _shortest(steps, labels, *span)]
+    names = [step.name for step in way]
     loads = Counter(_bits(name, syntax) for name in names if re.match(syntax.loads, name))
     return Loop(
         name=_name(steps[n].where for n in (span[1], *range(*span))),
@@ -150,6 +176,7 @@ def _loop(steps: list[_Step], labels: dict[str, int], span: tuple[int, int], syn
         loads=dict(sorted(loads.items(), reverse=True)),
         products=sum(bool(re.match(syntax.products, name)) for name in names),
         barriers=sum(bool(re.match(syntax.barrier, name)) for name in names),
+        trips=_trips(way * (2 * _SETTLED)) / _SETTLED - _trips(way * _SETTLED) / _SETTLED if syntax.ordered else None,
     )
 
 
@@ -178,6 +205,76 @@ def _shortest(steps: list[_Step], labels: dict[str, int], first: int, last: int)
     while way[-1] != first:
         way.append(before[way[-1]])
     return way[::-1]
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+_SETTLED = 8
+"""Iterations after which a loop's waits repeat: more than tiles are in flight."""
+
+_REGISTER = re.compile(r"(?<![\w.])(U?[RP])(\d+)(\.64)?")
+_WRITES_NOTHING = re.compile(r"^(ST|RED|BAR|BRA|EXIT|WARPSYNC|DEPBAR|LDGSTS|LDGDEPBAR|MEMBAR|ERRBAR|CCTL)")
+_FROM_MEMORY = re.compile(r"^(LDG|ATOM|LDL)(?!STS|DEPBAR)")
+
+
+@dataclass
+class _Warp:
+    """A warp that issues instructions in order.
+
+    Attributes:
+        now: round trips waited for so far. ready: when each register's value arrives. copies: when each group of copies to shared memory
+            arrives. begun: when those that no group has yet arrive.
+    """
+
+    now: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)
+    copies: list[float] = field(default_factory=list)
+    begun: float = 0.0
+
+    def issue(self, step: _Step) -> None:
+        """Wait for what the instruction needs, and begin it."""
+        written, named = _registers(step)
+        self.now = max(self.now, *(self.ready.get(register, 0.0) for register in named), 0.0)
+        if step.name.startswith("LDGSTS"):
+            self.begun = self.now + 1
+        elif step.name == "LDGDEPBAR":
+            self.copies.append(max(self.begun, self.now))
+        elif step.name.startswith("DEPBAR"):
+            left = int(step.operands.rpartition(",")[2], 0)
+            arrived, self.copies = (self.copies[:-left], self.copies[-left:]) if left else (self.copies, [])
+            self.now = max(self.now, *arrived, 0.0)
+        arrives = self.now + 1 if _FROM_MEMORY.match(step.name) else self.now
+        self.ready.update(dict.fromkeys(written, arrives))
+
+
+def _trips(steps: Iterable[_Step]) -> float:
+    warp = _Warp()
+    for step in steps:
+        warp.issue(step)
+    return warp.now
+
+
+def _registers(step: _Step) -> tuple[set[str], set[str]]:
+    """Return the registers that an instruction writes, and all that it names: it waits for those that it overwrites too."""
+    operands = step.operands.split(",")
+    first = 0 if _WRITES_NOTHING.match(step.name) else 1
+    if first and ("SETP" in step.name or step.name.startswith("ATOM")):
+        first = 2
+    wide = 4 if "MMA" in step.name or re.search(r"\.128|M88\.4|MT88\.4", step.name) else 2 if ".64" in step.name else 1
+    written = {one for operand in operands[:first] for one in _named(operand, wide)}
+    read = {one for operand in operands[first:] for one in _named(operand, 4 if "MMA" in step.name else 1)}
+    if step.name.startswith("ST"):
+        read |= _named(operands[-1], wide)
+    return written, written | read | _named(step.guard, 1)
+
+
+def _named(operand: str, wide: int) -> set[str]:
+    """Return the registers of an operand. Each stands for `wide` of them, and an address for two."""
+    return {
+        f"{kind}{int(number) + n}"
+        for kind, number, pair in _REGISTER.findall(operand)
+        for n in range(2 if pair else wide if kind == "R" else 1)
+    }
 
 
 # -- names of loops ----------------------------------------------------------------------------------------------------

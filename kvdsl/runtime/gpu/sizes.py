@@ -56,22 +56,20 @@ programs per multiprocessor, and spills. `choose` and programs with all slots of
 EVERYTHING = 2**30
 """The window of models without one."""
 
-MAX_SPLITS = 64
-PROGRAMS_PER_PROCESSOR = 2
-"""Target number of `attend` programs per multiprocessor."""
+SPLIT = 256
+"""Slots per `attend` program, and per partial sum: a multiple of every block. It is fixed, so that a row's sums never depend on the rows
+beside it. A head's partial sums, written and read again, are 3 % of its keys and values. Twice the slots would halve that, but leave less
+than a program a multiprocessor at 8 rows of 1,024 slots, which an H200 punished by a third of `attend`.
+"""
 
-NARROW_PROGRAMS_PER_PROCESSOR = 3
-"""The same for programs of two warps."""
+MAX_SPLITS = 64
+"""Most partial sums per KV head. Beyond `SPLIT` × as many slots, programs take more."""
 
 SETTLERS_PER_PROCESSOR = 4
 """Target number of `settle` programs per multiprocessor."""
 
 MAX_CHOOSERS = 16
 """Most `choose` programs per KV head. The last one to finish searches every program's list for each candidate."""
-
-FINER = 4
-START = 0.5
-"""Estimated fixed cost of a program, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class Sizes:
         gets at least one.
 
         Args:
-            pairs, processors: see `splits`.
+            pairs: KV heads of all rows. processors: multiprocessors of the device.
         """
         blocks = -(-slots // self.settle_block)
         each = -(-blocks // max(1, min(blocks, processors * SETTLERS_PER_PROCESSOR // pairs)))
@@ -249,35 +247,17 @@ class Sizes:
     def _tile(self, slots: int, queries: int) -> dict[str, Any]:
         return {"G": self.group, "D": self.key_dim, "D_PAD": _matrix(self.key_dim), "SLOTS": slots, "QUERIES": queries}
 
-    def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
-        """Return how many `attend` programs share a KV head's slots, and the slots per program. Fill the chip with even loads.
-
-        The busiest multiprocessor determines the time of a launch: 136 programs on 132 of them leave most idle half the time. So try up to
-        `FINER` × the programs that fill the chip, and minimize the load of the busiest multiprocessor.
-
-        Args:
-            pairs: KV heads of all rows.
-            processors: multiprocessors of the device.
-        """
-        blocks = -(-slots // self.attend_block)
-        programs = NARROW_PROGRAMS_PER_PROCESSOR if self.narrow else PROGRAMS_PER_PROCESSOR
-        filling = max(1, min(blocks, MAX_SPLITS, processors * programs // pairs))
-
-        def most(splits: int) -> float:
-            per_split = -(-blocks // splits)
-            programs = pairs * -(-blocks // per_split)
-            return -(-programs // processors) * (per_split + START)
-
-        best = min(range(filling, min(blocks, MAX_SPLITS, FINER * filling) + 1), key=most)
-        per_split = -(-blocks // best) * self.attend_block
-        return -(-slots // per_split), per_split
+    def splits(self, slots: int) -> tuple[int, int]:
+        """Return how many `attend` programs share a KV head's slots, and the slots per program, from the slots alone."""
+        each = max(SPLIT, -(-slots // (MAX_SPLITS * self.attend_block)) * self.attend_block)
+        return -(-slots // each), each
 
 
 def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
     """Return how many `choose` programs share a KV head's slots or pages.
 
     Args:
-        pairs, processors: see `Sizes.splits`. block: see `Sizes.choose_block`.
+        pairs, processors: see `Sizes.pieces`. block: see `Sizes.choose_block`.
     """
     return max(1, min(MAX_CHOOSERS, -(-slots // block), processors // pairs))
 
