@@ -1,8 +1,9 @@
 """Lower a policy's decode step to Triton.
 
-The plan holds the statements of `settle`, the last launch, and of `look` and `choose`, the first two launches of a step whose query attends
-to a selection. The templates place them in a generated `kernels_triton.py`. The statements call device functions of `ops.py`, `evicting.py`
-and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots, `triton_expressions.py` expressions.
+The plan holds the functions that the kernels of `kvdsl/runtime/gpu/kernels` call, and the parts of `look` and `choose`, the first two
+launches of a step whose query attends to a selection. The templates place them in a generated `kernels_triton.py`. Their statements call
+device functions of `ops.py`, `evicting.py` and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots,
+`triton_expressions.py` expressions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from kvdsl.lower.triton_expressions import (
     BlockPrinter,
     CountPrinter,
     DimPrinter,
-    Loop,
     Pass,
     TokenPrinter,
     column_rows,
@@ -41,10 +41,12 @@ from kvdsl.lower.triton_expressions import (
     ring_size,
     tensors_in,
 )
+from kvdsl.lower.triton_hooks import Hook, Tables, load_supplied, load_vectors, over_slots
 from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, row_at, values_of
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.normal import compared
 
+_MODULES = ("evicting", "layout", "neighbours", "observing", "ops", "packed", "select")
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
 _KEEP = Fragment("keep = tl.load(kept + i, mask=inside, other=0)")
 _KEPT = Fragment("tl.store(kept + i, keep, mask=inside)")
@@ -82,96 +84,67 @@ class TritonSelect:
 
 
 @dataclass(frozen=True)
-class TritonSettle:
-    """Parts of the kernels that rank slots and evict.
+class _Settle:
+    """Parts of the functions that rank slots and evict.
 
     Attributes:
-        overflow: arguments of the call that counts the victims. first, last: number of protected first and last tokens. tops: number of
-            slots that each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
-        score: loops that compute the scores. scores: number of rows of `work`, temporary ones included.
+        overflow: what determines the number of victims. first, last: number of protected first and last tokens. tops: number of slots
+            that each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
+        score: loops that compute the scores. rows: number of rows of `work`, temporary ones included.
         vectors: tensors of files, with a number per dim, that the loops read. reads_vectors: whether the loops read such tensors, keys or
             values.
-        pools: whether a score pools; the kernels then find the protected ends before they score. pairs: whether the loops compare slots
-            with each other.
+        pools: whether a score pools; the kernels then find the protected ends before they score.
         hard_cap: whether `make_room` evicts before the step places a token.
         prompts: whether `settle_prompt` evicts after a prompt: each KV head evicts by itself, and its columns suffice.
         agrees: whether `agree` evicts the same slots from all KV heads of a layer.
     """
 
-    overflow: str
-    first: str
-    last: str
-    tops: tuple[str, ...]
+    overflow: Fragment
+    first: Fragment
+    last: Fragment
+    tops: list[Fragment]
     ends: int
-    score: tuple[Loop, ...]
-    scores: int
+    score: list[Pass]
+    rows: int
     vectors: tuple[tuple[str, int], ...]
     reads_vectors: bool
     pools: bool
-    pairs: bool
     hard_cap: bool
     prompts: bool
     agrees: bool
-    uses: tuple[Use, ...]
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What all of it needs."""
+        return uses_of(self.first, self.last, self.overflow, *self.tops, Fragment("", uses=_uses(self.score)))
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Parts of the kernel `settle`, one statement a line. Parts that the policy does not need are None or empty.
+    """A generated `kernels_triton.py`.
 
     Attributes:
-        args: names of the arguments that not every policy has.
-        numbers: the policy's numbers that the kernel reads: name and index in the table. `constants`, `vectors`: the same for tensors of
-            files, with one number per KV head, and with one per dim, which `place` reads.
-        supplied: the same for values that the caller supplies.
-        columns: name of each column, and its row in the table. `rings`: name of each ring, and its index among the rings.
-        place: stores of a new token's columns. `reads_key`, `reads_value`: whether they read its key, its value.
-        observe: loops that fold the query into the columns.
-        settle: None if decode steps do not evict.
+        kernels: names of the kernels that serve the policy. constants: their constants that depend on the policy, name and value.
         spreads: whether several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
+        hooks: the policy's functions.
         select: None if queries attend to everything.
-        compact: whether the cache rotates keys by rank; the kernels then maintain ranks, lengths and rotated halves.
-        shares: whether KV heads share a budget, or have budgets of their own, so that their numbers of slots differ.
         prompt: None if torch observes the prompt's queries, or the policy observes none.
     """
 
-    args: tuple[str, ...]
-    numbers: tuple[tuple[str, int], ...]
-    constants: tuple[tuple[str, int], ...]
-    vectors: tuple[tuple[str, int], ...]
-    supplied: tuple[tuple[str, int], ...]
-    columns: tuple[tuple[str, int], ...]
-    rings: tuple[tuple[str, int], ...]
-    place: tuple[str, ...]
-    reads_key: bool
-    reads_value: bool
-    observe: tuple[Loop, ...]
-    settle: TritonSettle | None
+    kernels: tuple[str, ...]
+    constants: tuple[tuple[str, object], ...]
     spreads: bool
+    hooks: tuple[Hook, ...]
     select: TritonSelect | None
-    compact: bool
-    shares: bool
     prompt: TritonPromptPlan | None
 
     @property
-    def draws(self) -> bool:
-        """Whether the kernel draws random numbers."""
-        return "seed" in self.args
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all KV heads of a layer evict the same slots."""
-        return self.settle is not None and self.settle.agrees
-
-    @property
-    def hard_cap(self) -> bool:
-        """Whether the step makes room before it places a token."""
-        return self.settle is not None and self.settle.hard_cap
-
-    @property
-    def reads_vectors(self) -> bool:
-        """Whether a loop reads keys, values or tensors with a number per dim."""
-        return self.settle is not None and self.settle.reads_vectors
+    def modules(self) -> tuple[str, ...]:
+        """The modules of `kvdsl.runtime.gpu` that the functions call."""
+        text = "\n".join(line for hook in self.hooks for line in hook.body)
+        wanted = {"observing", "ops"} if self.prompt else set[str]()
+        wanted |= {"layout", "ops", "packed", "select"} if self.select else set()
+        return tuple(name for name in _MODULES if name in wanted or f"{name}." in text)
 
 
 def triton_plan(step: Step) -> TritonPlan:
@@ -184,34 +157,140 @@ def triton_plan(step: Step) -> TritonPlan:
     observe = [] if step.forgets else _observe(step)  # then only prompts observe
     settle = _settle(step, step.evict) if step.evict is not None and step.evict.decodes else None
     place = [_place(column) for column in step.columns if column.rule != "ring"]
-    select = _select(step)
-    page = [number("page")] if select and select.paged else []
-    uses = uses_of(*place, *page, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
-    used = numbers_in(uses, step.numbers)
-    constants, vectors = tensors_in(uses, "constant", step), tensors_in(uses_of(*place), "vector", step)
+    select, prompt = _select(step), triton_prompt_plan(step)
+    uses = uses_of(*place, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
     columns, rings = column_rows(step)
-    scores = settle.score if settle else ()
-    return TritonPlan(
-        args=_args(step, uses, bool(used), bool(constants or tensors_in(uses, "vector", step)), settle is not None),
-        numbers=used,
-        constants=constants,
-        vectors=vectors,
-        supplied=tuple(
-            (spelled(given.name), n) for n, given in enumerate(step.given) if given.name in names_of(uses, "given")
-        ),
+    tables = Tables(
+        numbers=len(step.numbers),
+        row="own_pair" if step.heads_differ else "own_row",
+        own=numbers_in(uses, step.numbers),
+        constants=tensors_in(uses, "constant", step),
         columns=columns,
         rings=() if step.forgets else rings,
-        place=texts(place),
-        reads_key=any(line.needs("input", "k") for line in place),
-        reads_value=any(line.needs("input", "v") for line in place),
-        observe=tuple(one.printed() for one in observe),
-        settle=settle,
-        spreads=bool(observe or scores) and len(observe) <= 1 and len(scores) <= 1,
-        select=select,
-        compact=step.compact,
-        shares=step.heads_differ or (step.evict is not None and step.evict.heads_share),
-        prompt=triton_prompt_plan(step),
     )
+    loops = [*observe, *(settle.score if settle else ())]
+    return TritonPlan(
+        kernels=tuple(_kernels(settle, select, prompt)),
+        constants=tuple(_constants(step, uses, observe, settle, select).items()),
+        spreads=bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1,
+        hooks=(
+            *tables.hooks(),
+            *_placing(step, place, tables),
+            *([tables.hook("update", _lines(observe))] if observe else []),
+            *(_settling(settle, step, tables) if settle else ()),
+            *(_selecting(select, step, tables) if select else ()),
+        ),
+        select=select,
+        prompt=prompt,
+    )
+
+
+def _kernels(settle: _Settle | None, select: TritonSelect | None, prompt: TritonPromptPlan | None) -> Iterator[str]:
+    """Yield the names of the policy's kernels, in the order of their launches."""
+    wanted = {
+        "make_room": settle is not None and settle.hard_cap,
+        "look": select is not None,
+        "vote": select is not None and bool(select.vote),
+        "choose": select is not None,
+        "settle": True,
+        "agree": settle is not None and settle.agrees,
+        "over_slots": prompt is not None and prompt.over_slots is not None,
+        "observe": prompt is not None,
+        "settle_prompt": settle is not None and settle.prompts,
+    }
+    return (name for name, needed in wanted.items() if needed)
+
+
+def _constants(
+    step: Step, uses: tuple[Use, ...], observe: list[Pass], settle: _Settle | None, select: TritonSelect | None
+) -> dict[str, object]:
+    """Return the kernels' constants that depend on the policy."""
+    inputs = names_of(uses, "input")
+    return {
+        "COMPACT": step.compact,
+        "SKETCHES": step.sketch is not None,
+        "BOUNDS": select is not None and select.by == "page_bound",
+        "LOGITS": bool({"attn", "logit"} & {*inputs}),
+        "OBSERVES": bool(observe),
+        "OBSERVED": select is not None and select.observed,
+        "DRAWS": "random_key" in names_of(uses, "helper"),
+        "SHARES": _shares(step),
+        "AGREES": settle is not None and settle.agrees,
+        "POOLS": settle is not None and settle.pools,
+        "SCORES": settle.rows if settle else 0,
+        "TOPS": len(settle.tops) if settle else 0,
+        "ENDS": settle.ends if settle else 0,
+    }
+
+
+def _shares(step: Step) -> bool:
+    """Return whether KV heads share a budget, or have budgets of their own, so that their numbers of slots differ."""
+    return step.heads_differ or (step.evict is not None and step.evict.heads_share)
+
+
+def _lines(passes: Iterable[Pass], begin: str = "begin", end: str = "end") -> Iterator[str]:
+    return (line for one in passes for line in over_slots(one.printed(), begin, end))
+
+
+def _placing(step: Step, place: list[Fragment], tables: Tables) -> Iterator[Hook]:
+    """Yield the function that stores a new token's columns."""
+    uses = uses_of(*place)
+    given = tuple((spelled(one.name), n) for n, one in enumerate(step.given) if one.name in names_of(uses, "given"))
+    vectors = [
+        f"{name} = {vector}.to(tl.float64)"
+        for name, vector in (("k", "key"), ("v", "value"))
+        if name in names_of(uses, "input")
+    ]
+    lines = [*vectors, *load_vectors(tensors_in(uses, "vector", step)), *load_supplied(given), *texts(place)]
+    if lines:
+        yield tables.hook("place", lines)
+
+
+def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions that count victims, protect and rank."""
+    yield tables.hook("overflow", [f"return {settle.overflow}"])
+    yield tables.hook("ends", [f"return {settle.first}, {settle.last}"])
+    if settle.tops:
+        yield tables.hook("tops", [f"return {', '.join(texts(settle.tops))}{',' * (len(settle.tops) == 1)}"])
+    reads = [
+        "d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)",
+        "own_table = layout.table_of(table, own_row, slots, SIZE)",
+        *load_vectors(settle.vectors),
+        f"first_row = layout.first_row(first_rows, own_pair, slots, {'True' if _shares(step) else 'SIZE > 0'})",
+    ]
+    yield tables.hook(
+        "rank_slots",
+        [
+            *(reads if settle.reads_vectors else []),
+            "lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)",
+            "certain = tl.zeros([BLOCK], tl.int32)",
+            *_lines(settle.score),
+            "return lowest, where, certain",
+        ],
+    )
+
+
+def _selecting(select: TritonSelect, step: Step, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions of a selection."""
+    if select.paged:
+        yield Hook("page_size", (f"return ops.count({tables.number(step.numbers.index('page'))})",))
+    if select.sketch_by:
+        q = "tl.load(query + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)"
+        yield Hook(
+            "find_sketch",
+            (
+                *(f"number_{name} = {tables.number(n)}" for name, n in select.sketch_numbers),
+                "j = tl.arange(0, W_PAD)",
+                "dims = tl.load(sketch + own_pair * width + j, mask=j < width, other=-1)",
+                "due = select.is_due(prompt, own_row, now, ops.count(number_sketch_every))",
+                "if due:",
+                "    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)",
+                f"    q = {q}.to(tl.float32)",
+                f"    by = {select.sketch_by}",
+                "    dims = select.highest_dims(by, d, ops.count(number_sketch_dims), width, D, D_PAD, W_PAD)",
+                "return dims, due",
+            ),
+        )
 
 
 def _compared(step: Step) -> Step:
@@ -222,24 +301,6 @@ def _compared(step: Step) -> Step:
 
     evict = None if step.evict is None else mapped(step.evict, rule)
     return step.model_copy(update={"evict": evict, "protect": mapped(step.protect, rule)})
-
-
-def _args(step: Step, uses: tuple[Use, ...], numbered: bool, reads_tensors: bool, settles: bool) -> tuple[str, ...]:
-    """List the arguments of `settle` that not every policy needs."""
-    inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
-    rings = step.rings and not step.forgets
-    args = {
-        "columns": bool(step.singles or rings),
-        "numbers": numbered or step.sketch is not None,
-        "constants": reads_tensors,
-        "supplied": bool(names_of(uses, "given")),
-        "logits": bool({"attn", "logit"} & {*inputs}),
-        "ring_rows": bool(rings),
-        "window": "window" in helpers,
-        "seed": "random_key" in helpers,
-        "work": settles,
-    }
-    return tuple(name for name, wanted in args.items() if wanted)
 
 
 def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
@@ -359,30 +420,24 @@ def _sketch_by(by: Expr, group: str) -> Fragment:
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(step: Step, evict: Eviction) -> TritonSettle:
+def _settle(step: Step, evict: Eviction) -> _Settle:
     rows: dict[str, int] = {}
     score = _score(step, evict, rows)
-    first, last = (_most(step.protect.counts(end)) for end in ("first", "last"))
-    overflow = _overflow(evict)
-    tops = [] if evict.pools else [_count(count) for count in step.protect.counts("top")]
     vectors = tensors_in(_uses(score), "vector", step)
-    reads_vectors = bool(vectors) or any(one.reads for one in score)
-    return TritonSettle(
-        overflow=overflow.text,
-        first=first.text,
-        last=last.text,
-        tops=texts(tops),
+    return _Settle(
+        overflow=_overflow(evict),
+        first=_most(step.protect.counts("first")),
+        last=_most(step.protect.counts("last")),
+        tops=[] if evict.pools else [_count(count) for count in step.protect.counts("top")],
         ends=_ends(step.protect),
-        score=tuple(one.printed() for one in score),
-        scores=len(rows),
+        score=score,
+        rows=len(rows),
         vectors=vectors,
-        reads_vectors=reads_vectors,
+        reads_vectors=bool(vectors) or any(one.reads for one in score),
         pools=evict.pools,
-        pairs=evict.pools or any(one.inner for one in score),
         hard_cap=evict.hard,
-        prompts=evict.prompts and evict.alone and not (reads_vectors or step.forgets),
+        prompts=evict.prompts and evict.alone and not (vectors or any(one.reads for one in score) or step.forgets),
         agrees=evict.by == "heads",
-        uses=uses_of(first, last, overflow, *tops, Fragment("", uses=_uses(score))),
     )
 
 

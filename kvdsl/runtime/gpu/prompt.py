@@ -1,4 +1,4 @@
-"""Statistics and evictions of a prompt: launches of the kernels of `templates/triton/observe.py.jinja` and `settle_prompt.py.jinja`.
+"""Statistics and evictions of a prompt: launches of the kernels `over_slots`, `observe` and `settle_prompt`.
 
 Each program of `observe` owns some slots and accumulates over all queries in registers. So no tensor has queries x slots elements, and
 there are no atomics: the same prompt always yields the same columns, bit for bit.
@@ -86,13 +86,14 @@ def settle(kernels: Any, held: Held) -> bool:
     batch, heads, slots = position.shape
     arguments = {
         "position": position, "columns": held.kept["columns"], "cache_rows": batch,
-        "work": held.kept["columns"].new_empty(batch, heads, kernels.SCORES, slots),
+        "work": held.kept["columns"].new_empty(batch, heads, kernels.CONSTANTS["SCORES"], slots),
         "kept": position.new_empty(batch, heads, slots, dtype=torch.int8),
         "newest": held.newest.contiguous(), "real": held.rows, "numbers": held.numbers.contiguous(),
         "ring_rows": state.column_index.ring_rows().to(position.device, non_blocking=True),
         "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
         "slots": slots, "window": state.window or EVERYTHING,
         "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "TILE": COMPARED, "BLOCK": SETTLED_AT_ONCE,
+        **kernels.CONSTANTS,
     }  # fmt: skip
     launch(kernels.settle_prompt, (heads, batch), arguments, ALONE_OPTIONS)
     return True
