@@ -21,13 +21,19 @@ from kvdsl.runtime.gpu import evicting, observing, ops
 
 KERNELS = ("settle", "observe", "settle_prompt")
 CONSTANTS = {
+    "LOGITS": True,
+    "OBSERVES": True,
+    "DRAWS": False,
+    "COUNTS": False,
+    "REDUCTIONS": 0,
     "COMPACT": True,
     "SKETCHES": False,
     "BOUNDS": False,
-    "LOGITS": True,
-    "OBSERVES": True,
+    "BY": '',
+    "GROUP": 'mean',
+    "VOTE": '',
+    "PROTECTS": False,
     "OBSERVED": False,
-    "DRAWS": False,
     "SHARES": False,
     "AGREES": False,
     "POOLS": False,
@@ -71,15 +77,15 @@ def update(own_numbers, own_columns, column_stride, position, logits, base, abov
 
 
 @triton.jit
-def overflow(own_numbers, now, live):
-    number_recent, number_capacity = own_numbers
-    return ops.count(number_capacity), 1, 0, 0
-
-
-@triton.jit
 def ends(own_numbers, now, live):
     number_recent, number_capacity = own_numbers
     return 0, ops.count(number_recent)
+
+
+@triton.jit
+def overflow(own_numbers, now, live):
+    number_recent, number_capacity = own_numbers
+    return ops.count(number_capacity), 1, 0, 0
 
 
 @triton.jit
@@ -100,60 +106,11 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
     return lowest, where, certain
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
-def observe(
-    query,  # [B, H * G, T, D]
-    keys,  # [B, H, N, D]: those of the T new tokens come last
-    position,  # [B, H, N] int32: negative for a free slot
-    lse,  # [B, H, G, T] float32: log-sum-exp of each query's logits
-    columns,  # [1, B, H, N] float32: state columns
-    first_new,  # [B] int32: position of the row's first new token
-    first_asked,  # [B] int32: position of the first query that counts
-    behind,  # [B] int32: one past the position of the last query
-    order,  # [B, T] int32: with PADDED, index of each new token among the queries
-    tokens,
-    slots,
-    scaling,
-    softcap,  # read only with CAPPED
-    window,  # tokens that a query sees; 2**30: all
-    query_row,  # strides, in elements
-    query_head,
-    query_token,
-    key_row,
-    key_head,
-    key_slot,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,  # D rounded up to a power of two
-    SLOTS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DOT: tl.constexpr,  # dtype of matrix products
-):
-    """Fold the queries of a prompt into the columns; the grid is (H, B, blocks of SLOTS)."""
-    head, row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(0)
-    pair = (row * heads + head).to(tl.int64)
-    first, begin, end = tl.load(first_new + row), tl.load(first_asked + row), tl.load(behind + row)
-    if PADDED:
-        order += row.to(tl.int64) * tokens
-    query += row.to(tl.int64) * query_row + (head * G).to(tl.int64) * query_head
-    keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
-    position += pair * slots
-    lse += pair * G * tokens
-    column_stride = tl.num_programs(1).to(tl.int64) * heads * slots
-    sum_attn_at = columns + pair * slots
-
-    i = block * SLOTS + tl.arange(0, SLOTS)[:, None]
-    inside = i < slots
-    pos = tl.load(position + i, mask=inside, other=-1)
-    since, until = observing.interval(pos, begin, end, window)
+@triton.jit
+def fold_queries(own_numbers, own_columns, column_stride, query, lse, live_slots, reduced, reduced_stride, order, i, inside, pos, since, until, k, first, end, tokens, scaling, softcap, window, random_key, query_head, query_token, G: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, QUERIES: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr):
+    (sum_attn_at,) = own_columns
     seen = since <= until
-    d = tl.arange(0, D_PAD)[None, :]
-    k = tl.load(keys + i.to(tl.int64) * key_slot + d, mask=inside & (d < D), other=0.0).to(DOT)
     sum_attn = tl.zeros([SLOTS, 1], tl.float32)
-    # Iterate from the last query backwards, so that all programs read the same queries at the same time.
     low, high = tl.min(since), tl.max(until)
     for back in range(0, high - low + 1, QUERIES):
         now = high - back - tl.arange(0, QUERIES)

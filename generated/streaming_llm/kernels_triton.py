@@ -25,13 +25,19 @@ from kvdsl.runtime.gpu import evicting, ops
 
 KERNELS = ("settle", "settle_prompt")
 CONSTANTS = {
+    "LOGITS": False,
+    "OBSERVES": False,
+    "DRAWS": False,
+    "COUNTS": False,
+    "REDUCTIONS": 0,
     "COMPACT": True,
     "SKETCHES": False,
     "BOUNDS": False,
-    "LOGITS": False,
-    "OBSERVES": False,
+    "BY": '',
+    "GROUP": 'mean',
+    "VOTE": '',
+    "PROTECTS": False,
     "OBSERVED": False,
-    "DRAWS": False,
     "SHARES": False,
     "AGREES": False,
     "POOLS": False,
@@ -50,15 +56,15 @@ def read_numbers(numbers, constants, own_row, own_pair, head, heads, D: tl.const
 
 
 @triton.jit
-def overflow(own_numbers, now, live):
-    number_sinks, number_capacity = own_numbers
-    return ops.count(number_capacity), 1, 0, 0
-
-
-@triton.jit
 def ends(own_numbers, now, live):
     number_sinks, number_capacity = own_numbers
     return ops.count(number_sinks), 1
+
+
+@triton.jit
+def overflow(own_numbers, now, live):
+    number_sinks, number_capacity = own_numbers
+    return ops.count(number_capacity), 1, 0, 0
 
 
 @triton.jit

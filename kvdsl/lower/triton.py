@@ -1,13 +1,13 @@
 """Lower a policy's decode step to Triton.
 
-The plan holds the functions that the kernels of `kvdsl/runtime/gpu/kernels` call, and the parts of `look` and `choose`, the first two
-launches of a step whose query attends to a selection. The templates place them in a generated `kernels_triton.py`. Their statements call
-device functions of `ops.py`, `evicting.py` and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots,
+The plan holds the functions of a generated `kernels_triton.py`, which the kernels of `kvdsl/runtime/gpu/kernels` call. Their statements
+call device functions of `ops.py`, `evicting.py` and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots,
 `triton_expressions.py` expressions.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -41,7 +41,7 @@ from kvdsl.lower.triton_expressions import (
     ring_size,
     tensors_in,
 )
-from kvdsl.lower.triton_hooks import Hook, Tables, load_supplied, load_vectors, over_slots
+from kvdsl.lower.triton_hooks import Hook, Tables, indented, load_supplied, load_vectors, over_slots
 from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, row_at, values_of
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.normal import compared
@@ -53,29 +53,24 @@ _KEPT = Fragment("tl.store(kept + i, keep, mask=inside)")
 
 
 @dataclass(frozen=True)
-class TritonSelect:
-    """Parts of the kernels `look` and `choose`, one statement a line.
+class _Select:
+    """What the kernels `look`, `vote` and `choose` depend on.
 
     Attributes:
-        by: the score: `dot` or `sketch_dot` of slots, `page_bound` or `page_mean` of pages. `vote`: the reduction of scores over the KV
+        by: the score: `dot` or `sketch_dot` of slots, `page_bound` or `page_mean` of pages. vote: the reduction of scores over the KV
             heads of a layer; empty if each KV head selects by its own scores.
-        sketch_by: the score of the sketch's dims, per query head; empty without a sketch.
-        sketch_numbers, choose_numbers: the policy's numbers that `find_sketch` and `choose` read, as in `TritonPlan`. `page_number`: the
-            index of the page size among these numbers.
-        protect: statements that find the first and last tokens that are always selected. `first`, `last`: whether the policy has such.
+        sketch_by: the score of the sketch's dims, per query head; None without a sketch.
+        protects: whether first or last tokens are always selected.
         observed: whether a column reads the attention that slots received.
+        uses: what counts of tokens need.
     """
 
     by: str
     vote: str
-    sketch_by: str
-    sketch_numbers: tuple[tuple[str, int], ...]
-    choose_numbers: tuple[tuple[str, int], ...]
-    page_number: int
-    protect: tuple[str, ...]
-    first: bool
-    last: bool
+    sketch_by: Fragment | None
+    protects: bool
     observed: bool
+    uses: tuple[Use, ...]
 
     @property
     def paged(self) -> bool:
@@ -88,8 +83,8 @@ class _Settle:
     """Parts of the functions that rank slots and evict.
 
     Attributes:
-        overflow: what determines the number of victims. first, last: number of protected first and last tokens. tops: number of slots
-            that each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
+        overflow: what determines the number of victims. counts: numbers of protected first and last tokens. tops: number of slots that
+            each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
         score: loops that compute the scores. rows: number of rows of `work`, temporary ones included.
         vectors: tensors of files, with a number per dim, that the loops read. reads_vectors: whether the loops read such tensors, keys or
             values.
@@ -100,8 +95,7 @@ class _Settle:
     """
 
     overflow: Fragment
-    first: Fragment
-    last: Fragment
+    counts: list[Fragment]
     tops: list[Fragment]
     ends: int
     score: list[Pass]
@@ -116,7 +110,7 @@ class _Settle:
     @property
     def uses(self) -> tuple[Use, ...]:
         """What all of it needs."""
-        return uses_of(self.first, self.last, self.overflow, *self.tops, Fragment("", uses=_uses(self.score)))
+        return uses_of(*self.counts, self.overflow, *self.tops, Fragment("", uses=_uses(self.score)))
 
 
 @dataclass(frozen=True)
@@ -127,24 +121,18 @@ class TritonPlan:
         kernels: names of the kernels that serve the policy. constants: their constants that depend on the policy, name and value.
         spreads: whether several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
         hooks: the policy's functions.
-        select: None if queries attend to everything.
-        prompt: None if torch observes the prompt's queries, or the policy observes none.
     """
 
     kernels: tuple[str, ...]
-    constants: tuple[tuple[str, object], ...]
+    constants: tuple[tuple[str, str], ...]
     spreads: bool
     hooks: tuple[Hook, ...]
-    select: TritonSelect | None
-    prompt: TritonPromptPlan | None
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules of `kvdsl.runtime.gpu` that the functions call."""
         text = "\n".join(line for hook in self.hooks for line in hook.body)
-        wanted = {"observing", "ops"} if self.prompt else set[str]()
-        wanted |= {"layout", "ops", "packed", "select"} if self.select else set()
-        return tuple(name for name in _MODULES if name in wanted or f"{name}." in text)
+        return tuple(name for name in _MODULES if re.search(rf"\b{name}\.", text))
 
 
 def triton_plan(step: Step) -> TritonPlan:
@@ -158,34 +146,44 @@ def triton_plan(step: Step) -> TritonPlan:
     settle = _settle(step, step.evict) if step.evict is not None and step.evict.decodes else None
     place = [_place(column) for column in step.columns if column.rule != "ring"]
     select, prompt = _select(step), triton_prompt_plan(step)
+    prompts = prompt.uses if prompt else ()
     uses = uses_of(*place, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
+    every = uses_of(Fragment("", uses=(*uses, *prompts, *(select.uses if select else ()))))
     columns, rings = column_rows(step)
     tables = Tables(
         numbers=len(step.numbers),
         row="own_pair" if step.heads_differ else "own_row",
-        own=numbers_in(uses, step.numbers),
-        constants=tensors_in(uses, "constant", step),
+        own=numbers_in(every, step.numbers),
+        constants=tensors_in(every, "constant", step),
         columns=columns,
-        rings=() if step.forgets else rings,
+        rings=rings,
     )
     loops = [*observe, *(settle.score if settle else ())]
+    constants = {
+        "LOGITS": bool({"attn", "logit"} & {*names_of(uses, "input")}),
+        "OBSERVES": bool(observe),
+        "DRAWS": "random_key" in names_of(every, "helper"),
+        "COUNTS": "live" in names_of(prompts, "input"),
+        "REDUCTIONS": len(prompt.reductions) if prompt else 0,
+        **_constants(step, settle, select),
+    }
     return TritonPlan(
         kernels=tuple(_kernels(settle, select, prompt)),
-        constants=tuple(_constants(step, uses, observe, settle, select).items()),
+        constants=tuple((name, repr(value)) for name, value in constants.items()),
         spreads=bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1,
         hooks=(
             *tables.hooks(),
             *_placing(step, place, tables),
             *([tables.hook("update", _lines(observe))] if observe else []),
+            *(_protecting(step.protect, tables) if settle or (select and select.protects) else ()),
             *(_settling(settle, step, tables) if settle else ()),
             *(_selecting(select, step, tables) if select else ()),
+            *(_observing(prompt, tables) if prompt else ()),
         ),
-        select=select,
-        prompt=prompt,
     )
 
 
-def _kernels(settle: _Settle | None, select: TritonSelect | None, prompt: TritonPromptPlan | None) -> Iterator[str]:
+def _kernels(settle: _Settle | None, select: _Select | None, prompt: TritonPromptPlan | None) -> Iterator[str]:
     """Yield the names of the policy's kernels, in the order of their launches."""
     wanted = {
         "make_room": settle is not None and settle.hard_cap,
@@ -194,26 +192,24 @@ def _kernels(settle: _Settle | None, select: TritonSelect | None, prompt: Triton
         "choose": select is not None,
         "settle": True,
         "agree": settle is not None and settle.agrees,
-        "over_slots": prompt is not None and prompt.over_slots is not None,
+        "over_slots": prompt is not None and bool(prompt.over_slots),
         "observe": prompt is not None,
         "settle_prompt": settle is not None and settle.prompts,
     }
     return (name for name, needed in wanted.items() if needed)
 
 
-def _constants(
-    step: Step, uses: tuple[Use, ...], observe: list[Pass], settle: _Settle | None, select: TritonSelect | None
-) -> dict[str, object]:
-    """Return the kernels' constants that depend on the policy."""
-    inputs = names_of(uses, "input")
+def _constants(step: Step, settle: _Settle | None, select: _Select | None) -> dict[str, object]:
+    """Return the kernels' constants that depend on what the policy selects and evicts."""
     return {
         "COMPACT": step.compact,
         "SKETCHES": step.sketch is not None,
         "BOUNDS": select is not None and select.by == "page_bound",
-        "LOGITS": bool({"attn", "logit"} & {*inputs}),
-        "OBSERVES": bool(observe),
+        "BY": select.by if select else "",
+        "GROUP": step.group,
+        "VOTE": select.vote if select else "",
+        "PROTECTS": select is not None and select.protects,
         "OBSERVED": select is not None and select.observed,
-        "DRAWS": "random_key" in names_of(uses, "helper"),
         "SHARES": _shares(step),
         "AGREES": settle is not None and settle.agrees,
         "POOLS": settle is not None and settle.pools,
@@ -246,10 +242,15 @@ def _placing(step: Step, place: list[Fragment], tables: Tables) -> Iterator[Hook
         yield tables.hook("place", lines)
 
 
+def _protecting(protect: Protection, tables: Tables) -> Iterator[Hook]:
+    """Yield the function that counts protected first and last tokens."""
+    first, last = _ends_counts(protect)
+    yield tables.hook("ends", [f"return {first}, {last}"])
+
+
 def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
-    """Yield the functions that count victims, protect and rank."""
+    """Yield the functions that count victims and rank."""
     yield tables.hook("overflow", [f"return {settle.overflow}"])
-    yield tables.hook("ends", [f"return {settle.first}, {settle.last}"])
     if settle.tops:
         yield tables.hook("tops", [f"return {', '.join(texts(settle.tops))}{',' * (len(settle.tops) == 1)}"])
     reads = [
@@ -270,24 +271,36 @@ def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
     )
 
 
-def _selecting(select: TritonSelect, step: Step, tables: Tables) -> Iterator[Hook]:
+def _observing(prompt: TritonPromptPlan, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions that observe a prompt."""
+    if prompt.over_slots:
+        yield tables.hook("reduce_queries", prompt.reduce_queries())
+    yield tables.hook("fold_queries", prompt.fold_queries())
+
+
+def _selecting(select: _Select, step: Step, tables: Tables) -> Iterator[Hook]:
     """Yield the functions of a selection."""
     if select.paged:
         yield Hook("page_size", (f"return ops.count({tables.number(step.numbers.index('page'))})",))
-    if select.sketch_by:
+    yield tables.hook("selected", [f"return {fragment('ops.count({})', number('select'))}"])
+    if select.sketch_by is not None:
         q = "tl.load(query + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)"
+        used = numbers_in(uses_of(select.sketch_by, number("sketch_every"), number("sketch_dims")), step.numbers)
+        again = (
+            "g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)",
+            f"q = {q}.to(tl.float32)",
+            f"by = {select.sketch_by}",
+            "dims = select.highest_dims(by, d, ops.count(number_sketch_dims), width, D, D_PAD, W_PAD)",
+        )
         yield Hook(
             "find_sketch",
             (
-                *(f"number_{name} = {tables.number(n)}" for name, n in select.sketch_numbers),
+                *(f"number_{name} = {tables.number(n)}" for name, n in used),
                 "j = tl.arange(0, W_PAD)",
                 "dims = tl.load(sketch + own_pair * width + j, mask=j < width, other=-1)",
                 "due = select.is_due(prompt, own_row, now, ops.count(number_sketch_every))",
                 "if due:",
-                "    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)",
-                f"    q = {q}.to(tl.float32)",
-                f"    by = {select.sketch_by}",
-                "    dims = select.highest_dims(by, d, ops.count(number_sketch_dims), width, D, D_PAD, W_PAD)",
+                *indented(again),
                 "return dims, due",
             ),
         )
@@ -370,7 +383,7 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
 # -- selecting ---------------------------------------------------------------------------------------------------------
 
 
-def _select(step: Step) -> TritonSelect | None:
+def _select(step: Step) -> _Select | None:
     select = step.select
     if select is None:
         return None
@@ -390,23 +403,17 @@ def _select(step: Step) -> TritonSelect | None:
         raise NotLowerable("`select` by the mean key of a page, where the largest of a group's counts")
     if select.votes and step.heads_differ:
         raise NotLowerable("`select` by what all KV heads find, with numbers of each head")
-    protect = _protect(step.protect)
-    sketch_by = Fragment("") if step.sketch is None else _sketch_by(step.sketch, step.group)
-    sketched = uses_of(sketch_by, number("sketch_every"), number("sketch_dims"))
-    chosen = uses_of(*protect.values(), number("select"), number("page"))
+    counts = _ends_counts(step.protect)
+    chosen = uses_of(*counts, number("select"))
     if names_of(chosen, "constant"):
         raise NotLowerable("`select` with a count of `keep` that reads a tensor")
-    return TritonSelect(
+    return _Select(
         by=form,
         vote="".join(vote.op for vote in select.votes),
-        sketch_by=sketch_by.text,
-        sketch_numbers=numbers_in(sketched, step.numbers),
-        choose_numbers=numbers_in(chosen, step.numbers),
-        page_number=step.numbers.index("page") if select.paged else 0,
-        protect=texts(protect.values()),
-        first="first" in protect,
-        last="last" in protect,
+        sketch_by=None if step.sketch is None else _sketch_by(step.sketch, step.group),
+        protects=bool(step.protect.counts("first") or step.protect.counts("last")),
         observed=any(reads(column.body, "attn") for column in step.columns),
+        uses=chosen,
     )
 
 
@@ -426,8 +433,7 @@ def _settle(step: Step, evict: Eviction) -> _Settle:
     vectors = tensors_in(_uses(score), "vector", step)
     return _Settle(
         overflow=_overflow(evict),
-        first=_most(step.protect.counts("first")),
-        last=_most(step.protect.counts("last")),
+        counts=_ends_counts(step.protect),
         tops=[] if evict.pools else [_count(count) for count in step.protect.counts("top")],
         ends=_ends(step.protect),
         score=score,
@@ -501,15 +507,9 @@ def _ends(protect: Protection) -> int:
     return 2 if protect.ends_last else 1
 
 
-def _protect(protect: Protection) -> dict[str, Fragment]:
-    """Return statements, by `first` and `last`, that find up to and from which position tokens are protected."""
-    return {
-        scope: fragment(
-            f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _most(protect.counts(scope))
-        )
-        for scope in ("first", "last")
-        if protect.counts(scope)
-    }
+def _ends_counts(protect: Protection) -> list[Fragment]:
+    """Print the numbers of first and of last tokens that are protected."""
+    return [_most(protect.counts(scope)) for scope in ("first", "last")]
 
 
 def _most(counts: list[Expr]) -> Fragment:

@@ -1,4 +1,4 @@
-"""The functions of a generated `kernels_triton.py`, which the kernels of `kvdsl/runtime/gpu/kernels` call. `hooks.py` there describes them."""
+"""The functions of a generated `kernels_triton.py`, which kernels call; `kvdsl/runtime/gpu/kernels/hooks.py` describes them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,41 @@ Indexed = tuple[tuple[str, int], ...]
 ARGUMENTS = {
     "read_numbers": "numbers, constants, own_row, own_pair, head, heads, D: tl.constexpr",
     "find_columns": "columns, ring_rows, column_stride, at",
-    "place": "own_numbers, own_columns, constants, supplied, slot, key, value, d, e, pair, head, heads, D: tl.constexpr, E: tl.constexpr",
-    "update": "own_numbers, own_columns, column_stride, position, logits, base, above, taken, begin, end, slots, now, live, window, random_key, "
-    "G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, BLOCK: tl.constexpr",
+    "place": (
+        "own_numbers, own_columns, constants, supplied, slot, key, value, d, e, pair, head, heads, D: tl.constexpr, "
+        "E: tl.constexpr"
+    ),
+    "update": (
+        "own_numbers, own_columns, column_stride, position, logits, base, above, taken, begin, end, slots, now, live, "
+        "window, random_key, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, BLOCK: tl.constexpr"
+    ),
     "overflow": "own_numbers, now, live",
     "ends": "own_numbers, now, live",
     "tops": "own_numbers, now, live",
-    "rank_slots": "own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, "
-    "head, heads, begin, end, slots, now, live, first, last, window, random_key, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, "
-    "D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, "
-    "BLOCK: tl.constexpr",
+    "rank_slots": (
+        "own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, "
+        "own_row, own_pair, head, heads, begin, end, slots, now, live, first, last, window, random_key, "
+        "SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, "
+        "E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr"
+    ),
     "page_size": "numbers, own_row, own_pair",
-    "find_sketch": "query, sketch, prompt, numbers, own_pair, own_row, now, width, G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, "
-    "D_PAD: tl.constexpr, W_PAD: tl.constexpr",
+    "selected": "own_numbers",
+    "find_sketch": (
+        "query, sketch, prompt, numbers, own_pair, own_row, now, width, G: tl.constexpr, G_PAD: tl.constexpr, "
+        "D: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr"
+    ),
+    "reduce_queries": (
+        "own_numbers, own_columns, column_stride, query, keys, position, lse, live_slots, reduced, reduced_stride, "
+        "start, stop, now, asked, t, tokens, scaling, softcap, window, random_key, query_head, query_token, key_slot, "
+        "G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SLOTS: tl.constexpr, QUERIES: tl.constexpr, "
+        "CAPPED: tl.constexpr, DOT: tl.constexpr"
+    ),
+    "fold_queries": (
+        "own_numbers, own_columns, column_stride, query, lse, live_slots, reduced, reduced_stride, order, i, inside, "
+        "pos, since, until, k, first, end, tokens, scaling, softcap, window, random_key, query_head, query_token, "
+        "G: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, QUERIES: tl.constexpr, PADDED: tl.constexpr, "
+        "CAPPED: tl.constexpr"
+    ),
 }
 """By function; the same as in `hooks.py`."""
 
@@ -73,7 +95,7 @@ class Tables:
         loads += [f"constant_{name} = tl.load(constants + {constant_row(n)})" for name, n in self.constants]
         if loads:
             yield Hook("read_numbers", (*loads, f"return {_tuple(self._numbers)}"))
-        found = [f"{name}_at = columns + {_times(n, 'column_stride')}at" for name, n in self.columns]
+        found = [f"{name}_at = columns + {times(n, 'column_stride')}at" for name, n in self.columns]
         found += [f"{name}_at = columns + tl.load(ring_rows{_plus(n)}) * column_stride + at" for name, n in self.rings]
         if found:
             yield Hook("find_columns", (*found, f"return {_tuple(self._columns)}"))
@@ -110,7 +132,7 @@ def load_vectors(wanted: Indexed) -> Iterator[str]:
 def load_supplied(wanted: Indexed) -> Iterator[str]:
     """Yield loads of the caller's values for the new token."""
     for name, n in wanted:
-        yield f"supplied_{name} = tl.load(supplied + {_times(n, 'tl.num_programs(2) * heads')}pair)"
+        yield f"supplied_{name} = tl.load(supplied + {times(n, 'tl.num_programs(2) * heads')}pair)"
 
 
 def over_slots(loop: Loop, begin: str = "begin", end: str = "end") -> Iterator[str]:
@@ -119,7 +141,7 @@ def over_slots(loop: Loop, begin: str = "begin", end: str = "end") -> Iterator[s
     if loop.body:
         size = ("ROW_TILE" if loop.reads else "TILE") if loop.inner else "ROWS" if loop.reads else "BLOCK"
         yield f"for start in range({begin}, {end}, {size}):"
-        yield from _indented(_block(loop, size))
+        yield from indented(_block(loop, size))
     yield from loop.after
 
 
@@ -131,7 +153,7 @@ def _block(loop: Loop, size: str) -> Iterator[str]:
     yield from loop.body
     if loop.inner:
         yield f"for opposite in range(0, slots, {size}):"
-        yield from _indented(_opposite(loop, size))
+        yield from indented(_opposite(loop, size))
         yield from loop.behind
 
 
@@ -143,7 +165,8 @@ def _opposite(loop: Loop, size: str) -> Iterator[str]:
     yield from loop.inner
 
 
-def _indented(lines: Iterable[str]) -> Iterator[str]:
+def indented(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a block."""
     return (f"    {line}" for line in lines)
 
 
@@ -156,6 +179,6 @@ def _plus(n: int) -> str:
     return f" + {n}" if n else ""
 
 
-def _times(n: int, stride: str) -> str:
+def times(n: int, stride: str) -> str:
     """Print n strides, as the left side of a sum."""
     return {0: "", 1: f"{stride} + "}.get(n, f"{n} * {stride} + ")

@@ -65,9 +65,9 @@ from kvdsl.runtime.torch.prompt import Prompt
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PROCESSORS_IN_THE_INTERPRETER = 8
 _OF_SOME = (
-    ("rank", "length", "half_keys", "table", "sketch", "sketch_keys", "prompt", "copied", "page_bounds", "columns")
-    + ("numbers", "constants")
-)  # fmt: skip
+    *("rank", "length", "half_keys", "table", "sketch", "sketch_keys", "prompt", "copied", "page_bounds"),
+    *("columns", "numbers", "constants"),
+)
 """Arguments that are tensors of some states only."""
 
 
@@ -265,7 +265,7 @@ def interpreted() -> bool:
 
 def chooses_pages(kernels: Any) -> bool:
     """Return whether the policy selects whole pages."""
-    return hasattr(kernels, "choose") and "window" in kernels.choose.arg_names
+    return str(kernels.CONSTANTS["BY"]).startswith("page")
 
 
 # -- scratch tensors ---------------------------------------------------------------------------------------------------

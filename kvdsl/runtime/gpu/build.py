@@ -218,7 +218,13 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
         ("observe", "observe", sizes.observe(), observes, True),
-        ("settle_prompt", "settle_prompt", {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED, "D": shape.head_dim}, ALONE_OPTIONS, True),
+        (
+            "settle_prompt",
+            "settle_prompt",
+            {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED, "D": shape.head_dim},
+            ALONE_OPTIONS,
+            True,
+        ),
     ]
     for kernel, function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function
@@ -253,6 +259,8 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
     )
     absent |= set() if constants["SKETCHES"] else {"sketch", "sketch_keys", "prompt"}
     absent |= set() if constants["BOUNDS"] else {"page_bounds"}
+    absent |= set() if constants["REDUCTIONS"] else {"reduced"}
+    absent |= set() if constants["COUNTS"] else {"live_slots"}
     absent |= (set() if shape.block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     return constants | dict.fromkeys(absent)
 

@@ -1,8 +1,9 @@
 """Kernels that are the same for every policy, and what makes them a policy's.
 
-`settle` has those that place a token and evict. They call the functions of `hooks`, of which a generated `kernels_triton.py` defines the
-policy's own, and `kernels_of` returns the kernels of one policy: a module's functions, executed once more with the policy's functions in
-place of `hooks`'. Triton compiles what a kernel's globals name, so these need no argument, and its caches tell policies apart by their text.
+`choose` has those that select, `settle` those that place a token and evict, `prompt` those that observe a prompt. They call the functions
+of `hooks`, and a generated `kernels_triton.py` defines those that its policy has otherwise. So `kernels_of` executes the kernels' modules
+once more for each policy, and puts the policy's functions in place of those of `hooks`. Triton compiles what the globals of a kernel name,
+so these functions are no arguments, and Triton's caches tell policies apart by the functions' text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from triton.runtime.jit import KernelInterface
 
-FILES = ("settle",)
+FILES = ("choose", "settle", "prompt")
 """Modules beside this one with kernels."""
 
 
@@ -25,7 +26,7 @@ def kernels_of(source: Path) -> Any:
 
     Attributes:
         CONSTANTS: the kernels' constants that depend on the policy. SPREADS: whether several programs of `settle` share a head's slots.
-        REDUCTIONS: rows of `reduced`, see `over_slots`. All kernels in KERNELS; others are missing.
+        All kernels in KERNELS; others are missing.
     """
     generated = vars(_module(f"{source.parent.name}.{source.stem}", source))
     own = {name: x for name, x in generated.items() if isinstance(x, KernelInterface)}

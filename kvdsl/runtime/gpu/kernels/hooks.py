@@ -146,6 +146,12 @@ def page_size(numbers, own_row, own_pair):
 
 
 @triton.jit
+def selected(own_numbers):
+    """Return how many tokens a query selects, if it attends to a selection."""
+    return 0
+
+
+@triton.jit
 def find_sketch(
     query,
     sketch,
@@ -163,3 +169,75 @@ def find_sketch(
 ):
     """Return the sketch's dims, [W_PAD], and whether this query selects them again; `query`: the G queries of one KV head."""
     return tl.full([W_PAD], -1, tl.int32), False
+
+
+@triton.jit
+def reduce_queries(
+    own_numbers,
+    own_columns,
+    column_stride,
+    query,
+    keys,
+    position,
+    lse,
+    live_slots,
+    reduced,
+    reduced_stride,
+    start,
+    stop,
+    now,
+    asked,
+    t,
+    tokens,
+    scaling,
+    softcap,
+    window,
+    random_key,
+    query_head,
+    query_token,
+    key_slot,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Store the reductions of some queries of a prompt over the slots from `start` to `stop`; see `kvdsl.runtime.gpu.observing`."""
+
+
+@triton.jit
+def fold_queries(
+    own_numbers,
+    own_columns,
+    column_stride,
+    query,
+    lse,
+    live_slots,
+    reduced,
+    reduced_stride,
+    order,
+    i,
+    inside,
+    pos,
+    since,
+    until,
+    k,
+    first,
+    end,
+    tokens,
+    scaling,
+    softcap,
+    window,
+    random_key,
+    query_head,
+    query_token,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Fold the queries of a prompt into the columns of slots i, [SLOTS, 1]; see `kvdsl.runtime.gpu.observing`."""

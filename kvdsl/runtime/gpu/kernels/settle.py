@@ -201,14 +201,12 @@ def settle(
                 )
                 j = tl.arange(0, W_PAD)
                 tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where(due, width, 0))
-        if BOUNDS:
-            if SELECTS:
-                own_bounds = page_bounds + own_pair * pages * 2 * D
-                select.place_in_page(own_bounds, key, d, page_size(numbers, own_row, own_pair), now, D)
-                tl.store(copied + own_row, 1)
-        if OBSERVED:
-            if SELECTS:
-                tl.store(taken + slot, tl.load(joins + pair).to(tl.int8))
+        if BOUNDS and SELECTS:
+            own_bounds = page_bounds + own_pair * pages * 2 * D
+            select.place_in_page(own_bounds, key, d, page_size(numbers, own_row, own_pair), now, D)
+            tl.store(copied + own_row, 1)
+        if OBSERVED and SELECTS:
+            tl.store(taken + slot, tl.load(joins + pair).to(tl.int8))
         place(own_numbers, own_columns, constants, supplied, slot, key, value, d, e, pair, head, heads, D, E)
 
     # Update the statistics of the slots that the query sees.
@@ -236,7 +234,10 @@ def settle(
             SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
         )  # fmt: skip
         if not AGREES:
-            if evicting.arrive(arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain):
+            arrives_last = evicting.arrive(
+                arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain
+            )
+            if arrives_last:
                 victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
                 victim = evicting.unless_some_left(
                     position, kept, victim, found, slots, now, live, n_first, n_last, ENDS, BLOCK
@@ -353,7 +354,10 @@ def agree(
     SCORES: tl.constexpr,
     TOPS: tl.constexpr,
 ):
-    """Evict the same slots from all KV heads of a row, by their mean score; the grid is (B,). They hold the same tokens in the same slots."""
+    """Evict the same slots from all KV heads of a row, by their mean score; the grid is (B,).
+
+    All heads hold the same tokens in the same slots.
+    """
     row = tl.program_id(0)
     if tl.load(real + row) == 0:
         return
