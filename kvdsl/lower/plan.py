@@ -18,7 +18,6 @@ from kvdsl.lower.numbers import ParamPlan, numbers_plan
 from kvdsl.lower.step import Step, step_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
-from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import normal
@@ -85,7 +84,7 @@ class PackagePlan:
         heads_differ: whether numbers differ between the KV heads of a layer; the table then has a row for each.
         columns, rings: the state per slot, of one number and of one number per query.
         flags: names and values of the fields of `kvdsl.runtime.spec.PolicySpec` that differ from their defaults.
-        cpp, triton: None if the target refuses the policy; triton_words: the comments of the kernels.
+        cpp, triton: None if the target refuses the policy.
         refusals: the reason by refusing target, `cpu` or `triton`.
         written: the user's statements.
     """
@@ -111,7 +110,6 @@ class PackagePlan:
     torch: TorchPlan
     cpp: CppPlan | None
     triton: TritonPlan | None
-    triton_words: TritonWords | None
     refusals: Mapping[str, str]
     written: Written
 
@@ -153,7 +151,6 @@ def make_plan(policy: Policy) -> PackagePlan:
         torch=torch,
         cpp=cpp,
         triton=triton,
-        triton_words=None if triton is None else triton_words(triton),
         refusals=refusals,
         written=_written(policy),
     )

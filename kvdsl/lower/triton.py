@@ -1,12 +1,13 @@
 """Lower a policy's decode step to Triton.
 
-The plan holds the statements of `settle`, the last launch, and of `look` and `choose`, the first two launches of a step whose query attends
-to a selection. The templates place them in a generated `kernels_triton.py`. The statements call device functions of `ops.py`, `evicting.py`
-and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots, `triton_expressions.py` expressions.
+The plan holds the functions of a generated `kernels_triton.py`, which the kernels of `kvdsl/runtime/gpu/kernels` call. Their statements
+call device functions of `ops.py`, `evicting.py` and `select.py` in `kvdsl/runtime/gpu`. `triton_loops.py` prints loops over slots,
+`triton_expressions.py` expressions.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -32,7 +33,6 @@ from kvdsl.lower.triton_expressions import (
     BlockPrinter,
     CountPrinter,
     DimPrinter,
-    Loop,
     Pass,
     TokenPrinter,
     column_rows,
@@ -41,39 +41,36 @@ from kvdsl.lower.triton_expressions import (
     ring_size,
     tensors_in,
 )
+from kvdsl.lower.triton_hooks import Hook, Tables, indented, load_supplied, load_vectors, over_slots
 from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, row_at, values_of
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.normal import compared
 
+_MODULES = ("evicting", "layout", "neighbours", "observing", "ops", "packed", "select")
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
 _KEEP = Fragment("keep = tl.load(kept + i, mask=inside, other=0)")
 _KEPT = Fragment("tl.store(kept + i, keep, mask=inside)")
 
 
 @dataclass(frozen=True)
-class TritonSelect:
-    """Parts of the kernels `look` and `choose`, one statement a line.
+class _Select:
+    """What the kernels `look`, `vote` and `choose` depend on.
 
     Attributes:
-        by: the score: `dot` or `sketch_dot` of slots, `page_bound` or `page_mean` of pages. `vote`: the reduction of scores over the KV
+        by: the score: `dot` or `sketch_dot` of slots, `page_bound` or `page_mean` of pages. vote: the reduction of scores over the KV
             heads of a layer; empty if each KV head selects by its own scores.
-        sketch_by: the score of the sketch's dims, per query head; empty without a sketch.
-        sketch_numbers, choose_numbers: the policy's numbers that `find_sketch` and `choose` read, as in `TritonPlan`. `page_number`: the
-            index of the page size among these numbers.
-        protect: statements that find the first and last tokens that are always selected. `first`, `last`: whether the policy has such.
+        sketch_by: the score of the sketch's dims, per query head; None without a sketch.
+        protects: whether first or last tokens are always selected.
         observed: whether a column reads the attention that slots received.
+        uses: what counts of tokens need.
     """
 
     by: str
     vote: str
-    sketch_by: str
-    sketch_numbers: tuple[tuple[str, int], ...]
-    choose_numbers: tuple[tuple[str, int], ...]
-    page_number: int
-    protect: tuple[str, ...]
-    first: bool
-    last: bool
+    sketch_by: Fragment | None
+    protects: bool
     observed: bool
+    uses: tuple[Use, ...]
 
     @property
     def paged(self) -> bool:
@@ -82,96 +79,60 @@ class TritonSelect:
 
 
 @dataclass(frozen=True)
-class TritonSettle:
-    """Parts of the kernels that rank slots and evict.
+class _Settle:
+    """Parts of the functions that rank slots and evict.
 
     Attributes:
-        overflow: arguments of the call that counts the victims. first, last: number of protected first and last tokens. tops: number of
-            slots that each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
-        score: loops that compute the scores. scores: number of rows of `work`, temporary ones included.
+        overflow: what determines the number of victims. counts: numbers of protected first and last tokens. tops: number of slots that
+            each `keep top` protects. ends: the class of the first and last tokens, see `evicting`.
+        score: loops that compute the scores. rows: number of rows of `work`, temporary ones included.
         vectors: tensors of files, with a number per dim, that the loops read. reads_vectors: whether the loops read such tensors, keys or
             values.
-        pools: whether a score pools; the kernels then find the protected ends before they score. pairs: whether the loops compare slots
-            with each other.
+        pools: whether a score pools; the kernels then find the protected ends before they score.
         hard_cap: whether `make_room` evicts before the step places a token.
         prompts: whether `settle_prompt` evicts after a prompt: each KV head evicts by itself, and its columns suffice.
         agrees: whether `agree` evicts the same slots from all KV heads of a layer.
     """
 
-    overflow: str
-    first: str
-    last: str
-    tops: tuple[str, ...]
+    overflow: Fragment
+    counts: list[Fragment]
+    tops: list[Fragment]
     ends: int
-    score: tuple[Loop, ...]
-    scores: int
+    score: list[Pass]
+    rows: int
     vectors: tuple[tuple[str, int], ...]
     reads_vectors: bool
     pools: bool
-    pairs: bool
     hard_cap: bool
     prompts: bool
     agrees: bool
-    uses: tuple[Use, ...]
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What all of it needs."""
+        return uses_of(*self.counts, self.overflow, *self.tops, Fragment("", uses=_uses(self.score)))
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """Parts of the kernel `settle`, one statement a line. Parts that the policy does not need are None or empty.
+    """A generated `kernels_triton.py`.
 
     Attributes:
-        args: names of the arguments that not every policy has.
-        numbers: the policy's numbers that the kernel reads: name and index in the table. `constants`, `vectors`: the same for tensors of
-            files, with one number per KV head, and with one per dim, which `place` reads.
-        supplied: the same for values that the caller supplies.
-        columns: name of each column, and its row in the table. `rings`: name of each ring, and its index among the rings.
-        place: stores of a new token's columns. `reads_key`, `reads_value`: whether they read its key, its value.
-        observe: loops that fold the query into the columns.
-        settle: None if decode steps do not evict.
+        kernels: names of the kernels that serve the policy. constants: their constants that depend on the policy, name and value.
         spreads: whether several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
-        select: None if queries attend to everything.
-        compact: whether the cache rotates keys by rank; the kernels then maintain ranks, lengths and rotated halves.
-        shares: whether KV heads share a budget, or have budgets of their own, so that their numbers of slots differ.
-        prompt: None if torch observes the prompt's queries, or the policy observes none.
+        hooks: the policy's functions.
     """
 
-    args: tuple[str, ...]
-    numbers: tuple[tuple[str, int], ...]
-    constants: tuple[tuple[str, int], ...]
-    vectors: tuple[tuple[str, int], ...]
-    supplied: tuple[tuple[str, int], ...]
-    columns: tuple[tuple[str, int], ...]
-    rings: tuple[tuple[str, int], ...]
-    place: tuple[str, ...]
-    reads_key: bool
-    reads_value: bool
-    observe: tuple[Loop, ...]
-    settle: TritonSettle | None
+    kernels: tuple[str, ...]
+    constants: tuple[tuple[str, str], ...]
     spreads: bool
-    select: TritonSelect | None
-    compact: bool
-    shares: bool
-    prompt: TritonPromptPlan | None
+    hooks: tuple[Hook, ...]
 
     @property
-    def draws(self) -> bool:
-        """Whether the kernel draws random numbers."""
-        return "seed" in self.args
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all KV heads of a layer evict the same slots."""
-        return self.settle is not None and self.settle.agrees
-
-    @property
-    def hard_cap(self) -> bool:
-        """Whether the step makes room before it places a token."""
-        return self.settle is not None and self.settle.hard_cap
-
-    @property
-    def reads_vectors(self) -> bool:
-        """Whether a loop reads keys, values or tensors with a number per dim."""
-        return self.settle is not None and self.settle.reads_vectors
+    def modules(self) -> tuple[str, ...]:
+        """The modules of `kvdsl.runtime.gpu` that the functions call."""
+        text = "\n".join(line for hook in self.hooks for line in hook.body)
+        return tuple(name for name in _MODULES if re.search(rf"\b{name}\.", text))
 
 
 def triton_plan(step: Step) -> TritonPlan:
@@ -184,34 +145,165 @@ def triton_plan(step: Step) -> TritonPlan:
     observe = [] if step.forgets else _observe(step)  # then only prompts observe
     settle = _settle(step, step.evict) if step.evict is not None and step.evict.decodes else None
     place = [_place(column) for column in step.columns if column.rule != "ring"]
-    select = _select(step)
-    page = [number("page")] if select and select.paged else []
-    uses = uses_of(*place, *page, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
-    used = numbers_in(uses, step.numbers)
-    constants, vectors = tensors_in(uses, "constant", step), tensors_in(uses_of(*place), "vector", step)
+    select, prompt = _select(step), triton_prompt_plan(step)
+    prompts = prompt.uses if prompt else ()
+    uses = uses_of(*place, Fragment("", uses=(*_uses(observe), *(settle.uses if settle else ()))))
+    every = uses_of(Fragment("", uses=(*uses, *prompts, *(select.uses if select else ()))))
     columns, rings = column_rows(step)
-    scores = settle.score if settle else ()
-    return TritonPlan(
-        args=_args(step, uses, bool(used), bool(constants or tensors_in(uses, "vector", step)), settle is not None),
-        numbers=used,
-        constants=constants,
-        vectors=vectors,
-        supplied=tuple(
-            (spelled(given.name), n) for n, given in enumerate(step.given) if given.name in names_of(uses, "given")
-        ),
+    tables = Tables(
+        numbers=len(step.numbers),
+        row="own_pair" if step.heads_differ else "own_row",
+        own=numbers_in(every, step.numbers),
+        constants=tensors_in(every, "constant", step),
         columns=columns,
-        rings=() if step.forgets else rings,
-        place=texts(place),
-        reads_key=any(line.needs("input", "k") for line in place),
-        reads_value=any(line.needs("input", "v") for line in place),
-        observe=tuple(one.printed() for one in observe),
-        settle=settle,
-        spreads=bool(observe or scores) and len(observe) <= 1 and len(scores) <= 1,
-        select=select,
-        compact=step.compact,
-        shares=step.heads_differ or (step.evict is not None and step.evict.heads_share),
-        prompt=triton_prompt_plan(step),
+        rings=rings,
     )
+    loops = [*observe, *(settle.score if settle else ())]
+    constants = {
+        "LOGITS": bool({"attn", "logit"} & {*names_of(uses, "input")}),
+        "OBSERVES": bool(observe),
+        "DRAWS": "random_key" in names_of(every, "helper"),
+        "COUNTS": "live" in names_of(prompts, "input"),
+        "REDUCTIONS": len(prompt.reductions) if prompt else 0,
+        **_constants(step, settle, select),
+    }
+    return TritonPlan(
+        kernels=tuple(_kernels(settle, select, prompt)),
+        constants=tuple((name, repr(value)) for name, value in constants.items()),
+        spreads=bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1,
+        hooks=(
+            *tables.hooks(),
+            *_placing(step, place, tables),
+            *([tables.hook("update", _lines(observe))] if observe else []),
+            *(_protecting(step.protect, tables) if settle or (select and select.protects) else ()),
+            *(_settling(settle, step, tables) if settle else ()),
+            *(_selecting(select, step, tables) if select else ()),
+            *(_observing(prompt, tables) if prompt else ()),
+        ),
+    )
+
+
+def _kernels(settle: _Settle | None, select: _Select | None, prompt: TritonPromptPlan | None) -> Iterator[str]:
+    """Yield the names of the policy's kernels, in the order of their launches."""
+    wanted = {
+        "make_room": settle is not None and settle.hard_cap,
+        "look": select is not None,
+        "vote": select is not None and bool(select.vote),
+        "choose": select is not None,
+        "settle": True,
+        "agree": settle is not None and settle.agrees,
+        "over_slots": prompt is not None and bool(prompt.over_slots),
+        "observe": prompt is not None,
+        "settle_prompt": settle is not None and settle.prompts,
+    }
+    return (name for name, needed in wanted.items() if needed)
+
+
+def _constants(step: Step, settle: _Settle | None, select: _Select | None) -> dict[str, object]:
+    """Return the kernels' constants that depend on what the policy selects and evicts."""
+    return {
+        "COMPACT": step.compact,
+        "SKETCHES": step.sketch is not None,
+        "BOUNDS": select is not None and select.by == "page_bound",
+        "BY": select.by if select else "",
+        "GROUP": step.group,
+        "VOTE": select.vote if select else "",
+        "PROTECTS": select is not None and select.protects,
+        "OBSERVED": select is not None and select.observed,
+        "SHARES": _shares(step),
+        "AGREES": settle is not None and settle.agrees,
+        "POOLS": settle is not None and settle.pools,
+        "SCORES": settle.rows if settle else 0,
+        "TOPS": len(settle.tops) if settle else 0,
+        "ENDS": settle.ends if settle else 0,
+    }
+
+
+def _shares(step: Step) -> bool:
+    """Return whether KV heads share a budget, or have budgets of their own, so that their numbers of slots differ."""
+    return step.heads_differ or (step.evict is not None and step.evict.heads_share)
+
+
+def _lines(passes: Iterable[Pass], begin: str = "begin", end: str = "end") -> Iterator[str]:
+    return (line for one in passes for line in over_slots(one.printed(), begin, end))
+
+
+def _placing(step: Step, place: list[Fragment], tables: Tables) -> Iterator[Hook]:
+    """Yield the function that stores a new token's columns."""
+    uses = uses_of(*place)
+    given = tuple((spelled(one.name), n) for n, one in enumerate(step.given) if one.name in names_of(uses, "given"))
+    vectors = [
+        f"{name} = {vector}.to(tl.float64)"
+        for name, vector in (("k", "key"), ("v", "value"))
+        if name in names_of(uses, "input")
+    ]
+    lines = [*vectors, *load_vectors(tensors_in(uses, "vector", step)), *load_supplied(given), *texts(place)]
+    if lines:
+        yield tables.hook("place", lines)
+
+
+def _protecting(protect: Protection, tables: Tables) -> Iterator[Hook]:
+    """Yield the function that counts protected first and last tokens."""
+    first, last = _ends_counts(protect)
+    yield tables.hook("ends", [f"return {first}, {last}"])
+
+
+def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions that count victims and rank."""
+    yield tables.hook("overflow", [f"return {settle.overflow}"])
+    if settle.tops:
+        yield tables.hook("tops", [f"return {', '.join(texts(settle.tops))}{',' * (len(settle.tops) == 1)}"])
+    reads = [
+        "d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)",
+        "own_table = layout.table_of(table, own_row, slots, SIZE)",
+        *load_vectors(settle.vectors),
+        f"first_row = layout.first_row(first_rows, own_pair, slots, {'True' if _shares(step) else 'SIZE > 0'})",
+    ]
+    yield tables.hook(
+        "rank_slots",
+        [
+            *(reads if settle.reads_vectors else []),
+            "lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)",
+            "certain = tl.zeros([BLOCK], tl.int32)",
+            *_lines(settle.score),
+            "return lowest, where, certain",
+        ],
+    )
+
+
+def _observing(prompt: TritonPromptPlan, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions that observe a prompt."""
+    if prompt.over_slots:
+        yield tables.hook("reduce_queries", prompt.reduce_queries())
+    yield tables.hook("fold_queries", prompt.fold_queries())
+
+
+def _selecting(select: _Select, step: Step, tables: Tables) -> Iterator[Hook]:
+    """Yield the functions of a selection."""
+    if select.paged:
+        yield Hook("page_size", (f"return ops.count({tables.number(step.numbers.index('page'))})",))
+    yield tables.hook("selected", [f"return {fragment('ops.count({})', number('select'))}"])
+    if select.sketch_by is not None:
+        q = "tl.load(query + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)"
+        used = numbers_in(uses_of(select.sketch_by, number("sketch_every"), number("sketch_dims")), step.numbers)
+        again = (
+            "g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)",
+            f"q = {q}.to(tl.float32)",
+            f"by = {select.sketch_by}",
+            "dims = select.highest_dims(by, d, ops.count(number_sketch_dims), width, D, D_PAD, W_PAD)",
+        )
+        yield Hook(
+            "find_sketch",
+            (
+                *(f"number_{name} = {tables.number(n)}" for name, n in used),
+                "j = tl.arange(0, W_PAD)",
+                "dims = tl.load(sketch + own_pair * width + j, mask=j < width, other=-1)",
+                "due = select.is_due(prompt, own_row, now, ops.count(number_sketch_every))",
+                "if due:",
+                *indented(again),
+                "return dims, due",
+            ),
+        )
 
 
 def _compared(step: Step) -> Step:
@@ -222,24 +314,6 @@ def _compared(step: Step) -> Step:
 
     evict = None if step.evict is None else mapped(step.evict, rule)
     return step.model_copy(update={"evict": evict, "protect": mapped(step.protect, rule)})
-
-
-def _args(step: Step, uses: tuple[Use, ...], numbered: bool, reads_tensors: bool, settles: bool) -> tuple[str, ...]:
-    """List the arguments of `settle` that not every policy needs."""
-    inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
-    rings = step.rings and not step.forgets
-    args = {
-        "columns": bool(step.singles or rings),
-        "numbers": numbered or step.sketch is not None,
-        "constants": reads_tensors,
-        "supplied": bool(names_of(uses, "given")),
-        "logits": bool({"attn", "logit"} & {*inputs}),
-        "ring_rows": bool(rings),
-        "window": "window" in helpers,
-        "seed": "random_key" in helpers,
-        "work": settles,
-    }
-    return tuple(name for name, wanted in args.items() if wanted)
 
 
 def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
@@ -309,7 +383,7 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
 # -- selecting ---------------------------------------------------------------------------------------------------------
 
 
-def _select(step: Step) -> TritonSelect | None:
+def _select(step: Step) -> _Select | None:
     select = step.select
     if select is None:
         return None
@@ -329,23 +403,17 @@ def _select(step: Step) -> TritonSelect | None:
         raise NotLowerable("`select` by the mean key of a page, where the largest of a group's counts")
     if select.votes and step.heads_differ:
         raise NotLowerable("`select` by what all KV heads find, with numbers of each head")
-    protect = _protect(step.protect)
-    sketch_by = Fragment("") if step.sketch is None else _sketch_by(step.sketch, step.group)
-    sketched = uses_of(sketch_by, number("sketch_every"), number("sketch_dims"))
-    chosen = uses_of(*protect.values(), number("select"), number("page"))
+    counts = _ends_counts(step.protect)
+    chosen = uses_of(*counts, number("select"))
     if names_of(chosen, "constant"):
         raise NotLowerable("`select` with a count of `keep` that reads a tensor")
-    return TritonSelect(
+    return _Select(
         by=form,
         vote="".join(vote.op for vote in select.votes),
-        sketch_by=sketch_by.text,
-        sketch_numbers=numbers_in(sketched, step.numbers),
-        choose_numbers=numbers_in(chosen, step.numbers),
-        page_number=step.numbers.index("page") if select.paged else 0,
-        protect=texts(protect.values()),
-        first="first" in protect,
-        last="last" in protect,
+        sketch_by=None if step.sketch is None else _sketch_by(step.sketch, step.group),
+        protects=bool(step.protect.counts("first") or step.protect.counts("last")),
         observed=any(reads(column.body, "attn") for column in step.columns),
+        uses=chosen,
     )
 
 
@@ -359,30 +427,23 @@ def _sketch_by(by: Expr, group: str) -> Fragment:
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(step: Step, evict: Eviction) -> TritonSettle:
+def _settle(step: Step, evict: Eviction) -> _Settle:
     rows: dict[str, int] = {}
     score = _score(step, evict, rows)
-    first, last = (_most(step.protect.counts(end)) for end in ("first", "last"))
-    overflow = _overflow(evict)
-    tops = [] if evict.pools else [_count(count) for count in step.protect.counts("top")]
     vectors = tensors_in(_uses(score), "vector", step)
-    reads_vectors = bool(vectors) or any(one.reads for one in score)
-    return TritonSettle(
-        overflow=overflow.text,
-        first=first.text,
-        last=last.text,
-        tops=texts(tops),
+    return _Settle(
+        overflow=_overflow(evict),
+        counts=_ends_counts(step.protect),
+        tops=[] if evict.pools else [_count(count) for count in step.protect.counts("top")],
         ends=_ends(step.protect),
-        score=tuple(one.printed() for one in score),
-        scores=len(rows),
+        score=score,
+        rows=len(rows),
         vectors=vectors,
-        reads_vectors=reads_vectors,
+        reads_vectors=bool(vectors) or any(one.reads for one in score),
         pools=evict.pools,
-        pairs=evict.pools or any(one.inner for one in score),
         hard_cap=evict.hard,
-        prompts=evict.prompts and evict.alone and not (reads_vectors or step.forgets),
+        prompts=evict.prompts and evict.alone and not (vectors or any(one.reads for one in score) or step.forgets),
         agrees=evict.by == "heads",
-        uses=uses_of(first, last, overflow, *tops, Fragment("", uses=_uses(score))),
     )
 
 
@@ -446,15 +507,9 @@ def _ends(protect: Protection) -> int:
     return 2 if protect.ends_last else 1
 
 
-def _protect(protect: Protection) -> dict[str, Fragment]:
-    """Return statements, by `first` and `last`, that find up to and from which position tokens are protected."""
-    return {
-        scope: fragment(
-            f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _most(protect.counts(scope))
-        )
-        for scope in ("first", "last")
-        if protect.counts(scope)
-    }
+def _ends_counts(protect: Protection) -> list[Fragment]:
+    """Print the numbers of first and of last tokens that are protected."""
+    return [_most(protect.counts(scope)) for scope in ("first", "last")]
 
 
 def _most(counts: list[Expr]) -> Fragment:

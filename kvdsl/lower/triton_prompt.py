@@ -1,4 +1,4 @@
-"""Lower the observation of a prompt to Triton: the kernels `observe` and `over_slots` of a generated `kernels_triton.py`.
+"""Lower the observation of a prompt to Triton: what the kernels `observe` and `over_slots` call of a generated `kernels_triton.py`.
 
 A program of `observe` owns a block of slots and loops over blocks of queries. A value is a tile [slots, queries], with size 1 along an
 axis that it does not vary over. So expressions print as in `settle`, which has one query. A reduction over slots needs all slots of a
@@ -18,13 +18,10 @@ from kvdsl.lower.triton_expressions import (
     CAN,
     BlockPrinter,
     CountPrinter,
-    Loop,
     Pass,
-    column_rows,
     number,
-    numbers_in,
-    tensors_in,
 )
+from kvdsl.lower.triton_hooks import indented, times
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}
 _COUNTED = Use("helper", "count")
@@ -35,36 +32,62 @@ _COUNT = Pass(
 
 
 @dataclass(frozen=True)
-class PromptKernel:
-    """Parts of one kernel, one statement a line.
-
-    Attributes:
-        args: names of the arguments that not every policy has.
-        numbers: the policy's numbers that the kernel reads: name and index in the table. `constants`: the same for tensors of files.
-        columns: name of each column that the kernel reads or writes, and its row in the table. `rings`: name of each ring, and its index
-            among the rings.
-        loops: loops over queries, for a block of slots, or over slots, for a block of queries.
-    """
-
-    args: tuple[str, ...]
-    numbers: tuple[tuple[str, int], ...]
-    constants: tuple[tuple[str, int], ...]
-    columns: tuple[tuple[str, int], ...]
-    rings: tuple[tuple[str, int], ...]
-    loops: tuple[Loop, ...]
-
-
-@dataclass(frozen=True)
 class TritonPromptPlan:
-    """The kernels that observe a prompt.
+    """How the kernels observe a prompt.
 
     Attributes:
-        over_slots: None if the policy has no reduction over slots. `reductions`: names of its results.
+        observe: the loop over queries, for a block of slots.
+        over_slots: loops over slots, for a block of queries; none if the policy has no reduction over slots.
+        reductions: names of their results.
     """
 
-    observe: PromptKernel
-    over_slots: PromptKernel | None
+    observe: Pass
+    over_slots: tuple[Pass, ...]
     reductions: tuple[str, ...]
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What all of it needs."""
+        return uses_of(*(Fragment("", uses=one.uses) for one in (self.observe, *self.over_slots)))
+
+    def fold_queries(self) -> Iterator[str]:
+        """Yield the statements of the hook of this name. All programs read the same queries at the same time: the last ones first."""
+        loop = self.observe.printed()
+        yield "seen = since <= until"
+        yield from loop.before
+        yield "low, high = tl.min(since), tl.max(until)"
+        yield "for back in range(0, high - low + 1, QUERIES):"
+        yield from indented(
+            (
+                "now = high - back - tl.arange(0, QUERIES)",
+                "asked = now >= first",
+                "t = observing.place(order, now, first, asked, PADDED)",
+                "now = now[None, :]",
+                "visible = (since <= now) & (now <= until)",
+                *loop.body,
+            )
+        )
+        yield from loop.after
+
+    def reduce_queries(self) -> Iterator[str]:
+        """Yield the statements of the hook of this name."""
+        yield "d = tl.arange(0, D_PAD)[None, :]"
+        for loop in (one.printed() for one in self.over_slots):
+            yield from loop.before
+            yield "for slot in range(start, stop, SLOTS):"
+            yield from indented(
+                (
+                    "i = slot + tl.arange(0, SLOTS)[:, None]",
+                    "inside = i < stop",
+                    "pos = tl.load(position + i, mask=inside, other=-1)",
+                    "visible = (pos >= 0) & (now >= pos) & (now - pos < window) & asked[None, :]",
+                    "k = tl.load(keys + i.to(tl.int64) * key_slot + d, mask=inside & (d < D), other=0.0).to(DOT)",
+                    *loop.body,
+                )
+            )
+            yield from loop.after
+        for n, name in enumerate(self.reductions):
+            yield f"tl.store(reduced + {_row(n)}t[None, :], {name}, mask=asked[None, :])"
 
 
 def triton_prompt_plan(step: Step) -> TritonPromptPlan | None:
@@ -76,33 +99,7 @@ def triton_prompt_plan(step: Step) -> TritonPromptPlan | None:
     if not step.observe or step.ruled("fold"):
         return None
     loops, hoisted = _over_slots(step, [column.body for column in step.observe])
-    over_slots = _kernel(step, loops, ()) if loops else None
-    return TritonPromptPlan(_kernel(step, [_observe(step, hoisted)], step.observe), over_slots, tuple(hoisted.values()))
-
-
-def _kernel(step: Step, loops: list[Pass], written: tuple[Column, ...]) -> PromptKernel:
-    uses = uses_of(*(Fragment("", uses=loop.uses) for loop in loops))
-    inputs, read, used = (names_of(uses, kind) for kind in ("input", "column", "number"))
-    touched = {column.name for column in written} | {*read}
-    columns, rings = (tuple(row for row in rows if row[0] in touched) for rows in column_rows(step))
-    constants = tensors_in(uses, "constant", step)
-    args = {
-        "lse": "attn" in inputs,
-        "columns": bool(columns or rings),
-        "ring_rows": bool(rings),
-        "numbers": bool(used),
-        "constants": bool(constants),
-        "live_slots": "live" in inputs,
-        "seed": "random_key" in names_of(uses, "helper"),
-    }
-    return PromptKernel(
-        args=tuple(name for name, wanted in args.items() if wanted),
-        numbers=numbers_in(uses, step.numbers),
-        constants=constants,
-        columns=columns,
-        rings=rings,
-        loops=tuple(loop.printed() for loop in loops),
-    )
+    return TritonPromptPlan(_observe(step, hoisted), tuple(loops), tuple(hoisted.values()))
 
 
 # -- a block of slots, and the queries that see them -------------------------------------------------------------------
@@ -156,7 +153,7 @@ def _fold(column: Column, printer: BlockPrinter) -> tuple[Fragment, Fragment, Fr
 
 
 def _row(n: int) -> str:
-    return {0: "", 1: "reduced_stride + "}.get(n, f"{n} * reduced_stride + ")
+    return times(n, "reduced_stride")
 
 
 def _from_queries(step: Step, uses: Iterable[Use]) -> Iterator[Fragment]:

@@ -14,13 +14,11 @@ A step never waits for the device, and all scratch memory is allocated in advanc
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
+from kvdsl.runtime.gpu.kernels import kernels_of
 from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, precision_of, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
@@ -65,6 +64,11 @@ from kvdsl.runtime.torch.prompt import Prompt
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PROCESSORS_IN_THE_INTERPRETER = 8
+_OF_SOME = (
+    *("rank", "length", "half_keys", "table", "sketch", "sketch_keys", "prompt", "copied", "page_bounds"),
+    *("columns", "numbers", "constants"),
+)
+"""Arguments that are tensors of some states only."""
 
 
 class TritonBackend:
@@ -191,8 +195,7 @@ class TritonBackend:
         arguments = work.tensors | {
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
-            **dict.fromkeys(("rank", "length", "half_keys", "table")),  # only some states have these
-            **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
+            **dict.fromkeys(_OF_SOME), **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": blocks,
             "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
@@ -200,7 +203,7 @@ class TritonBackend:
             "pages": state.page_bounds.shape[2] if state.spec.bounds_pages else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
-            "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
+            **self.kernels.CONSTANTS, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
             "HALVES": state.spec.rope_cached and rope is not None,
@@ -262,17 +265,7 @@ def interpreted() -> bool:
 
 def chooses_pages(kernels: Any) -> bool:
     """Return whether the policy selects whole pages."""
-    return hasattr(kernels, "choose") and "window" in kernels.choose.arg_names
-
-
-@lru_cache
-def kernels_of(source: Path) -> Any:
-    """Import the generated kernels; one module per path."""
-    spec = importlib.util.spec_from_file_location(f"{source.parent.name}.{source.stem}", source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return str(kernels.CONSTANTS["BY"]).startswith("page")
 
 
 # -- scratch tensors ---------------------------------------------------------------------------------------------------
@@ -328,7 +321,7 @@ def fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
         state.position.device,
         state.column_index.ring_sizes,
         sizes,
-        kernels.SCORES,
+        kernels.CONSTANTS["SCORES"],
         _width(state),
         state.selects,
     )
@@ -342,9 +335,9 @@ def _allocate(
     state: SlotState, kernels: Any, sizes: Sizes, batch: int, splits: int, pieces: int, choose: int
 ) -> dict[str, Tensor]:
     _, heads, slots = state.position.shape
-    logits = slots if "logits" in kernels.settle.arg_names else 0
+    logits = slots if kernels.CONSTANTS["LOGITS"] else 0
     choices = slots if state.selects else 0
-    taken = choices if "taken" in kernels.settle.arg_names else 0
+    taken = choices if kernels.CONSTANTS["OBSERVED"] else 0
 
     def floats(*shape: int) -> Tensor:
         return state.columns.new_empty(batch, heads, *shape)
@@ -359,7 +352,7 @@ def _allocate(
         "total": floats(splits, sizes.group),
         "logits": floats(sizes.group, logits),
         "new_logits": floats(sizes.group),
-        "work": floats(kernels.SCORES, slots),
+        "work": floats(kernels.CONSTANTS["SCORES"], slots),
         "kept": ints(slots, dtype=torch.int8),
         "arrived": ints().zero_(),
         "lowest_found": ints(pieces, dtype=torch.int64),

@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.backend import chooses_pages, interpreted, kernels_of
+from kvdsl.runtime.gpu.backend import chooses_pages, interpreted
+from kvdsl.runtime.gpu.kernels import kernels_of
 from kvdsl.runtime.gpu.launch import check_release, precision_of, tool
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Workload, taken
@@ -188,13 +189,12 @@ def build(
 
 def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Yield a policy's kernels in launch order: name, function, constants, options."""
-    arguments = kernels.settle.arg_names
     sizes = replace(shape.sizes, hopper=(target.backend, target.arch) == ("cuda", 90))
-    selects = "SELECTS" in arguments
+    selects = "look" in kernels.KERNELS
     block = shape.block
-    rope = shape.rope if "rank" in arguments else None
-    width = SKETCHED if "W_PAD" in arguments else 0
-    common = _common(arguments, shape, rope) | {
+    rope = shape.rope if kernels.CONSTANTS["COMPACT"] else None
+    width = SKETCHED if kernels.CONSTANTS["SKETCHES"] else 0
+    common = _common(kernels, shape, rope) | {
         "SPREADS": kernels.SPREADS,
         "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),
     }
@@ -218,7 +218,13 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
         ("observe", "observe", sizes.observe(), observes, True),
-        ("settle_prompt", "settle_prompt", {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED}, ALONE_OPTIONS, True),
+        (
+            "settle_prompt",
+            "settle_prompt",
+            {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED, "D": shape.head_dim},
+            ALONE_OPTIONS,
+            True,
+        ),
     ]
     for kernel, function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function
@@ -226,16 +232,16 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
             yield kernel, generated, own | common, options
 
 
-def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, Any]:
+def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
     """Return the constants that all kernels share. Tensors that the policy lacks are None."""
-    constants = {
-        "LOGITS": "logits" in arguments,
+    selects = "look" in kernels.KERNELS
+    constants = kernels.CONSTANTS | {
         "DOT": DTYPES[shape.read][0],
         "SINKS": False,
         "BIASED": False,
         "RANKED": False,
-        "SELECTS": "SELECTS" in arguments,
-        "DENSE": shape.block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
+        "SELECTS": selects,
+        "DENSE": shape.block == 0 and not selects and shape.sizes.reads_ahead(rope),
     }
     constants |= {
         "SOME": shape.some_rows,
@@ -251,6 +257,10 @@ def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, 
         | (set() if shape.some_rows else {"which"})
         | ({"rank", "length", "angles"} if rope is None else set())
     )
+    absent |= set() if constants["SKETCHES"] else {"sketch", "sketch_keys", "prompt"}
+    absent |= set() if constants["BOUNDS"] else {"page_bounds"}
+    absent |= set() if constants["REDUCTIONS"] else {"reduced"}
+    absent |= set() if constants["COUNTS"] else {"live_slots"}
     absent |= (set() if shape.block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     return constants | dict.fromkeys(absent)
 

@@ -1,4 +1,4 @@
-"""Statistics and evictions of a prompt: launches of the kernels of `templates/triton/observe.py.jinja` and `settle_prompt.py.jinja`.
+"""Statistics and evictions of a prompt: launches of the kernels `over_slots`, `observe` and `settle_prompt`.
 
 Each program of `observe` owns some slots and accumulates over all queries in registers. So no tensor has queries x slots elements, and
 there are no atomics: the same prompt always yields the same columns, bit for bit.
@@ -40,17 +40,16 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
         "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.column_index.ring_rows().to(query.device, non_blocking=True),
         "constants": prompt.state.constants if prompt.state.spec.tensors is not None else None,
+        "live_slots": prompt.live.int() if kernels.CONSTANTS["COUNTS"] else None, "reduced": None,
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
         "seed": signed(prompt.state.seed), "layer": prompt.state.layer, "first_head": prompt.state.head_offset,
         "CAPPED": prompt.call.softcap is not None, "DOT": tl.float32 if prompt.turns else dot,
-        **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
+        **kernels.CONSTANTS, **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
     }  # fmt: skip
-    reduces = "reduced" in kernels.observe.arg_names
-    if any("live_slots" in kernel.arg_names for kernel in (kernels.observe, *((kernels.over_slots,) if reduces else ()))):
-        arguments["live_slots"] = prompt.live.int()
-    if reduces:
-        arguments["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
+    reductions = kernels.CONSTANTS["REDUCTIONS"]
+    if reductions:
+        arguments["reduced"] = lse.new_empty(reductions, batch, heads, prompt.tokens)
         tile = sizes.over_slots()
         launch(
             kernels.over_slots,
@@ -60,7 +59,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         )
     tile = sizes.observe()
     grid = (heads, batch, -(-prompt.slots // tile["SLOTS"]))
-    launch(kernels.observe, grid, arguments | tile, sizes.observe_options(reduced=reduces))
+    launch(kernels.observe, grid, arguments | tile, sizes.observe_options(reduced=reductions > 0))
 
 
 def refuse_far(query: Tensor, group: int) -> None:
@@ -86,13 +85,14 @@ def settle(kernels: Any, held: Held) -> bool:
     batch, heads, slots = position.shape
     arguments = {
         "position": position, "columns": held.kept["columns"], "cache_rows": batch,
-        "work": held.kept["columns"].new_empty(batch, heads, kernels.SCORES, slots),
+        "work": held.kept["columns"].new_empty(batch, heads, kernels.CONSTANTS["SCORES"], slots),
         "kept": position.new_empty(batch, heads, slots, dtype=torch.int8),
         "newest": held.newest.contiguous(), "real": held.rows, "numbers": held.numbers.contiguous(),
         "ring_rows": state.column_index.ring_rows().to(position.device, non_blocking=True),
         "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
         "slots": slots, "window": state.window or EVERYTHING,
         "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "TILE": COMPARED, "BLOCK": SETTLED_AT_ONCE,
+        **kernels.CONSTANTS,
     }  # fmt: skip
     launch(kernels.settle_prompt, (heads, batch), arguments, ALONE_OPTIONS)
     return True

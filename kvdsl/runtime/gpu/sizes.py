@@ -216,7 +216,8 @@ class Sizes:
 
     def choose(self, splits: int, pieces: int, *, pages: bool) -> dict[str, Any]:
         """Return constants of `choose` that depend on the sizes; `pages`: whether it chooses pages."""
-        return {"S_PAD": _power_of_two(splits), "PIECES_PAD": _power_of_two(pieces), "BLOCK": self.choose_block(pages=pages)}
+        programs = {"S_PAD": _power_of_two(splits), "PIECES_PAD": _power_of_two(pieces)}
+        return programs | {"D": self.key_dim, "BLOCK": self.choose_block(pages=pages)}
 
     def take(self, splits: int) -> dict[str, Any]:
         """Return constants of `take`."""
