@@ -121,17 +121,22 @@ def test_in_the_models_dtype_a_text_is_another(served: tuple[str, str, LLM]) -> 
 
 
 def test_requests_that_lose_their_pages_go_on_as_if_they_had_not(served: tuple[str, str, LLM], heard: Heard) -> None:
-    """All pages are taken away amid the answers: each request reads its prompt again, and its answer so far token by token."""
+    """All pages are taken away amid the answers: each request reads its prompt again, and its answer so far token by token.
+
+    What was said before the loss is of the first reading, whose keys may have been rounded to other codes.
+    """
     policy, kv_dtype, llm = served
-    core, answers, taken = llm.llm_engine, {}, False
+    core, answers, said = llm.llm_engine, {}, 0
     for name, text in enumerate(prompts()):
         core.add_request(str(name), {"prompt_token_ids": text}, wanted())
     while core.has_unfinished_requests():
         answers |= {int(out.request_id): out for out in core.step() if out.finished}
-        if not taken and answered(llm) >= 8:
-            taken = core.reset_prefix_cache(reset_running_requests=True)
-    assert taken
+        if not said and answered(llm) >= 8:
+            said = answered(llm)
+            assert core.reset_prefix_cache(reset_running_requests=True)
+    assert 8 <= said < NEW / 2
     heard.end()
     for name, text in enumerate(prompts()):
         tokens, found = logprobs([answers[name]])[0]
-        assert np.abs(np.array(found) - alone(policy, text, tokens, kv_dtype=kv_dtype)[0]).max() < NEAR
+        expected, _ = alone(policy, text, tokens, kv_dtype=kv_dtype)
+        assert np.abs(np.array(found) - expected)[said:].max() < NEAR
