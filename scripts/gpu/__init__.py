@@ -4,6 +4,7 @@ Each experiment has a question and a deadline, and runs in a process of its own,
 is in OUT/NAME.jsonl as soon as it is known; when it ends OUT/experiments.jsonl gets one line of all that. OUT is the folder that the
 variable OUT names, or results/GPU. `--list` names the experiments, and those that lack code. Torch and Triton are all they take, and
 transformers or vLLM for whole models; `make generate`, where kvdsl is installed, writes the policies that generated/ lacks.
+Kernels are compiled when they first run: Triton finds a cache made elsewhere only by a key that hashes its own files, so none travels.
 `--toy` goes through the same at sizes for Triton's interpreter (TRITON_INTERPRET=1), where times mean nothing.
 """
 
