@@ -131,6 +131,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self.caches.decode(decoded, place, vectors, output)
         step.evictions.layer_is_done(kv_cache, self._counted, step)
         if self._tracing is not None:
+            assert self._layer is not None  # found by `forward`
             self._tracing.layer_is_done(self._layer, self._held, step)
 
     def _held(self, page: int) -> tuple[int, Tensor]:

@@ -44,7 +44,7 @@ class PromptParts:
 
         Args:
             table: int32 [requests, blocks].
-            query, key, value: of all tokens of the step, [tokens, heads, dim] each. output: gets the attention, likewise.
+            query, key, value: of all tokens of the step, [tokens, heads, dim] each. output: gets the attention, of the same shape as query.
         """
         rows, length = slice(part.first, part.last), part.before + part.last - part.first
         own = table[part.request, : cdiv(length, self.blocks.shape[3])].tolist() if part.before else []
