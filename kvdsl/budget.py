@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvdsl.errors import KvdslError
 
@@ -66,6 +66,11 @@ def spelled(value: float) -> str:
     if is_rate(value) and value == 1:
         return "1.0"
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Return whether a value is an int of at least this much; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def as_written(value: float, text: str) -> float:

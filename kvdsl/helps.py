@@ -155,17 +155,6 @@ def named_and_imported(span: Span, name: str, stem: str) -> Fix:
     return Fix(span.file.span(at, span.end), f"import {stem}\n{between}{name}", f"write `{name}` and `import {stem}`")
 
 
-def named_and_added(span: Span, name: str, statement: str) -> Fix | None:
-    """Replace a wrong name, and define it by the last statement of the body."""
-    added = _added(statement, span)
-    if added is None:
-        return None
-    between = span.file.text[span.end : added.span.start]
-    return Fix(
-        span.file.span(span.start, added.span.end), name + between + added.text, f"write `{name}` and add `{statement}`"
-    )
-
-
 def _without(place: Span) -> Way:
     """Remove a place, with its line if it is alone there, else with the space after it; with a comma in a list."""
     text, start, end = place.file.text, place.start, place.end

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.planted import FAULTS
 from scripts.structure import circles, module_name
 from tests.quick import few
 
@@ -217,3 +218,10 @@ def test_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
     for words, (exit_code, said, imported) in zip(MISTAKES, found, strict=True):
         assert exit_code in (1, 2) and "error" in said and "internal" not in said, (words, said)
         assert not imported, (words, said)
+
+
+def test_planted_faults_have_a_place() -> None:
+    """Each replaces one text, and names tests that exist."""
+    texts = {fault.file: (ROOT / fault.file).read_text(encoding="utf-8") for fault in FAULTS}
+    assert [fault for fault in FAULTS if texts[fault.file].count(fault.old) != 1] == []
+    assert {test for fault in FAULTS for test in fault.tests if not (ROOT / test).exists()} == set()

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-Stretch = list[int | None]
-"""[start, end) in tokens; an end of None continues in the answer."""
-
 THINK = ("<think>", "</think>")
 """The markers around thinking of most models."""
 
@@ -38,7 +35,7 @@ def spans_of(
         template: further arguments of `apply_chat_template`, such as `tools`.
 
     Returns:
-        By name, [start, end] of every stretch in tokens of the rendered prompt; an end of None continues in the answer. `turns` has
+        By name, [start, end) of every stretch in tokens of the rendered prompt; an end of None continues in the answer. `turns` has
         the positions at which turns ended, `prompt` the number of tokens and their checksum. JSON can represent it.
 
     Raises:

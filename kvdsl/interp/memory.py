@@ -16,7 +16,7 @@ import numpy as np
 from kvdsl.interp.evaluate import WITH_ARGUMENT, Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce
 from kvdsl.ir.ops import REDUCTIONS, RULES
-from kvdsl.ir.visitors import children, expressions, parts_of, walk
+from kvdsl.ir.visitors import children, expressions, parts_of
 
 Values = Callable[[Expr], Array]
 """Evaluates an expression at the slots in question, [n], now; for a fold, its next value."""
@@ -262,7 +262,7 @@ def query_bodies(policy: Policy) -> tuple[Expr, ...]:
 
 def folds(policy: Policy) -> tuple[Fold, ...]:
     """Return the policy's folds, each once."""
-    return tuple(dict.fromkeys(part for expr in expressions(policy) for part in walk(expr) if isinstance(part, Fold)))
+    return tuple(dict.fromkeys(part for expr in expressions(policy) for part in parts_of(expr, Fold)))
 
 
 def _bodies(expr: Expr) -> Iterator[Expr]:

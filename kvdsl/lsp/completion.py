@@ -187,9 +187,8 @@ def _defined(kind: type[Named], policy: syn.Policy, module: Module) -> Iterable[
     """Return a policy's params or given values; overrides replace inherited ones."""
     found: dict[str, Named] = {}
     for one, _ in ancestry(policy, module):
-        for statement in one.statements:
-            if isinstance(statement, kind):
-                found.setdefault(statement.name.text, statement)
+        for statement in one.of(kind):
+            found.setdefault(statement.name.text, statement)
     return found.values()
 
 
@@ -206,11 +205,9 @@ def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionIt
                 yield _item(param.name.text, _Kind.Property, param.span.quoted())
             for given in _defined(syn.Given, policy, module) if not fixed else ():
                 yield _item(given.name.text, _Kind.Property, given.span.quoted())
-            for statement in policy.statements:
-                if isinstance(statement, syn.Let):
-                    yield _let(statement)
-                elif isinstance(statement, syn.Tensor) and not fixed:
-                    yield _item(statement.name.text, _Kind.Property, statement.span.quoted())
+            yield from map(_let, policy.of(syn.Let))
+            for tensor in policy.of(syn.Tensor) if not fixed else ():
+                yield _item(tensor.name.text, _Kind.Property, tensor.span.quoted())
     for name in sorted(NAMED_INPUTS - NAMED_FUNCTIONS):
         row = INPUTS[name]
         looks_back = first in ("select", "sketch") and name in _LOOKS_BACK

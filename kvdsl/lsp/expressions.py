@@ -16,8 +16,6 @@ from kvdsl.sema.scope import Bound, Definition, Scope
 from kvdsl.sema.values import Value
 from kvdsl.syntax import nodes as syn
 
-NODES = (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)
-
 
 @dataclass(frozen=True)
 class Placed:
@@ -38,40 +36,20 @@ def statements(document: Document) -> list[syn.Statement]:
 def roots(document: Document) -> Iterator[Placed]:
     """Yield the whole expression of each statement."""
     for statement in statements(document):
-        names: tuple[str, ...] = ()
-        if isinstance(statement, syn.Let):
-            names = tuple(one.name.text for one in statement.parameters or ())
-        yield from _below(statement, names)
-
-
-def _below(node: object, local: tuple[str, ...]) -> Iterator[Placed]:
-    for value in syn.fields(node):
-        if isinstance(value, NODES):
-            yield Placed(value, local)
-        elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):
-            yield from _below(value, local)
+        names = tuple(one.name.text for one in getattr(statement, "parameters", None) or ())
+        yield from (Placed(operand, names) for operand in syn.operands(statement))
 
 
 def expression_at(document: Document, offset: int) -> Placed | None:
     """Return the smallest expression at an offset; on an operator or function name, the whole operation."""
     for root in roots(document):
         if root.node.span.start <= offset <= root.node.span.end:
-            node = root.node
-            while (inner := _inner(node, offset)) is not None:
-                node = inner
+            node, inner = root.node, [root.node]
+            while inner:
+                node = inner[0]
+                inner = [one for one in syn.operands(node) if one.span.start <= offset <= one.span.end]
             return Placed(node, root.local)
     return None
-
-
-def _inner(node: syn.Expr, offset: int) -> syn.Expr | None:
-    parts: tuple[syn.Expr, ...] = ()
-    if isinstance(node, syn.Unary):
-        parts = (node.operand,)
-    elif isinstance(node, syn.Binary):
-        parts = (node.left, node.right)
-    elif isinstance(node, syn.Call):
-        parts = tuple(argument.value for argument in node.arguments)
-    return next((part for part in parts if part.span.start <= offset <= part.span.end), None)
 
 
 def value(document: Document, placed: Placed) -> Value | None:

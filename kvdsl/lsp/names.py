@@ -94,7 +94,7 @@ def visible_lets(module: Module) -> dict[str, syn.Let]:
     found |= {let.name.text: let for let, _ in reversed(list(module.lets()))}
     for policy in module.syntax.policies[:1]:
         for one, _ in reversed(ancestry(policy, module)):
-            found |= {let.name.text: let for let in one.statements if isinstance(let, syn.Let)}
+            found |= {let.name.text: let for let in one.of(syn.Let)}
     return found
 
 
@@ -157,14 +157,14 @@ class _Collector:
 
     def _statement(self, statement: syn.Statement) -> Iterator[Name]:
         if not isinstance(statement, syn.Named):
-            yield from self._parts(statement)
+            yield from self._inside(statement, {})
             return
         first = self.inner.get(statement.name.text, statement).name.span
         if isinstance(statement, syn.Let):
             yield from self._let(statement, first)
         else:
             yield _named(statement.name.span, statement, first)
-            yield from self._parts(statement)
+            yield from self._inside(statement, {})
 
     def _let(self, let: syn.Let, target: Span) -> Iterator[Name]:
         yield _named(let.name.span, let, target)
@@ -175,39 +175,28 @@ class _Collector:
                 yield from self._expr(one.default, local)
         yield from self._expr(let.value, local)
 
-    def _parts(self, node: object) -> Iterator[Name]:
-        """Yield the names in the expressions of any statement."""
-        for value in syn.fields(node):
-            if isinstance(value, (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)):
-                yield from self._expr(value, {})
-            elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):
-                yield from self._parts(value)
-
     # -- expressions -----------------------------------------------------------------------------------------------------
+
+    def _inside(self, node: object, local: Mapping[str, syn.Word]) -> Iterator[Name]:
+        """Yield the names in the expressions of a node."""
+        for operand in syn.operands(node):
+            yield from self._expr(operand, local)
 
     def _expr(self, node: syn.Expr, local: Mapping[str, syn.Word]) -> Iterator[Name]:
         if isinstance(node, syn.Name):
             yield self._read(node.span, node.name, local)
-        elif isinstance(node, syn.Unary):
-            yield from self._expr(node.operand, local)
-        elif isinstance(node, syn.Binary):
-            yield from self._expr(node.left, local)
-            yield from self._expr(node.right, local)
         elif isinstance(node, syn.Call):
             function = self._read(node.function.span, node.function.text, {})
             yield function
-            for argument in node.arguments:
-                yield from self._argument(argument, function, local)
+            yield from self._keywords(node, function)
+        yield from self._inside(node, local)
 
-    def _argument(self, argument: syn.Argument, function: Name, local: Mapping[str, syn.Word]) -> Iterator[Name]:
-        if argument.keyword is not None and isinstance(function.statement, syn.Let):
-            word, parameters = argument.keyword, function.statement.parameters or ()
-            target = next((one.name.span for one in parameters if one.name.text == word.text), None)
-            yield Name(word.span, "argument", target)
-        yield from self._expr(argument.value, local)
-        for count in () if argument.over is None else (argument.over.last, argument.over.after):
-            if count is not None:
-                yield from self._expr(count, local)
+    def _keywords(self, call: syn.Call, function: Name) -> Iterator[Name]:
+        parameters = getattr(function.statement, "parameters", None)
+        if parameters is not None:
+            spans = {one.name.text: one.name.span for one in parameters}
+            words = [argument.keyword for argument in call.arguments if argument.keyword is not None]
+            yield from (Name(word.span, "argument", spans.get(word.text)) for word in words)
 
     def _read(self, span: Span, text: str, local: Mapping[str, syn.Word]) -> Name:
         if text in local:

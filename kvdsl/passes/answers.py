@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Other, Param, Policy, Rank, Reduce, call, is_call
 from kvdsl.ir.printer import print_expression, print_keep
-from kvdsl.ir.visitors import walk, with_children, with_policy
+from kvdsl.ir.visitors import parts_of, walk, with_children, with_policy
 from kvdsl.passes.fold import fold, value_of
 from kvdsl.passes.normal import conditions, together
 
@@ -207,8 +207,8 @@ def _param(param: Param) -> Param:
 
 
 def _check_fixed(expr: Expr, where: str) -> None:
-    for part in walk(expr):
-        if isinstance(part, Input) and part.name not in ("layer", "layers", "everything", "budget"):
+    for part in parts_of(expr, Input):
+        if part.name not in ("layer", "layers", "everything", "budget"):
             raise NotByItselfError(
                 f"{where}, which reads `{part.name}`", "write a number that does not depend on the prompt"
             )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.budget import is_whole
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.spec import PolicySpec
@@ -50,7 +51,7 @@ class Marks(Linked):
         """
         refuse_unknown(spec, name)
         for what, value in (("start", start), ("end", end), ("row", row)):
-            if isinstance(value, bool) or not isinstance(value, int | None) or (value is not None and value < 0):
+            if not is_whole(value, 0) and (value is not None or what == "start"):
                 raise KvdslError(f"`{what}` is {value!r}; give a place in the text of one row, 0 or more")
         if end is not None and end <= start:
             raise KvdslError(f"a span from {start} to {end} holds no token: `end` is the place behind its last one")

@@ -54,7 +54,7 @@ def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) ->
 
 
 def _steps(test: syn.Test) -> int:
-    return sum(len(step.tokens) if isinstance(step, syn.Prompt) else 1 for step in test.steps)
+    return sum(len(step.tokens) or 1 for step in test.steps)
 
 
 def _check_apart(module: Module, sink: Sink) -> None:
@@ -124,7 +124,7 @@ class _Check:
         elif isinstance(step, syn.Set) and same is not None:
             labels = [Label(same.span, "first here")]
             self._report(codes.TEST_SETTING, step.span, f"`{step.name.text}` is set twice", labels=labels)
-        token = next((one for one in before if isinstance(one, (syn.Incoming, syn.Prompt))), None)
+        token = next((one for one in self.test.texts if one in before), None)
         if token is not None and isinstance(step, (syn.Use, syn.Set)):
             word = step.span.text.split()[0]
             labels = [Label(token.span, "the first token")]
@@ -144,7 +144,7 @@ class _Check:
 
     def _order_of_expect(self, step: syn.Expect, before: tuple[syn.Step, ...]) -> None:
         refused = next((one for one in before if _name(one) == "error"), None)
-        if step.what != "error" and not any(isinstance(one, (syn.Incoming, syn.Prompt)) for one in before):
+        if step.what != "error" and not any(one in before for one in self.test.texts):
             self._report(codes.TEST_ORDER, step.span, "no token has arrived yet")
         elif refused is not None:
             labels = [Label(refused.span, "an error is expected here")]
@@ -234,8 +234,7 @@ class _Check:
         return None if policy is None else add_columns(policy)
 
     def _settings(self, policy: syn.Policy, where: Module) -> dict[str, Setting]:
-        params = list(resolve(policy, where, Sink()).names.items())
-        names = [name for name, placed in params if isinstance(placed.statement, syn.Param)]
+        names = resolve(policy, where, Sink()).params
         settings = {}
         for step in self.test.of(syn.Set):
             if step.name.text in ("layer", "layers"):

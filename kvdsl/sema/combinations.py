@@ -157,8 +157,7 @@ class Combinations(Said):
         return offer("did you mean `budget`", f", not `{near}`?", at=self.flat.names[near].statement.name.span)  # type: ignore[union-attr]
 
     def _without_budget(self) -> None:
-        params = [name for name, placed in self.flat.names.items() if isinstance(placed.statement, syn.Param)]
-        near = nearest("budget", params)
+        near = nearest("budget", self.flat.params)
         help = add(self._a_budget(), ", say") if near is None else self._budget_instead_of(near)
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
         scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")

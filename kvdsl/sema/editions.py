@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
@@ -101,8 +100,8 @@ def _of_step(step: syn.Step) -> Iterator[tuple[Span, str, str]]:
     if isinstance(step, syn.Use) and step.layer is not None and step.layers is not None:
         what, help = _part("`at layer`", layer=step.layer.span.text, layers=step.layers.span.text)
         yield step.span, what, instead(help, by_set(step))
-    for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
-        for one in token.brought if isinstance(token, syn.Incoming) else ():
+    for token in step.tokens:
+        for one in token.brought:
             if one.name is not None and one.span.start < one.name.span.start:
                 what, help = _part("`given` in tests")
                 yield one.span, what, instead(help, without_first_word(one.span))
@@ -164,17 +163,18 @@ def _without(span: Span, word: str) -> str:
     return leave_out(GONE[word], span)
 
 
-def _of_expressions(node: Any) -> Iterator[tuple[Span, str, str]]:
+def _of_expressions(item: object) -> Iterator[tuple[Span, str, str]]:
     """Find removed ranges and functions in a tree."""
-    if isinstance(node, syn.Over) and node.axis.text in RANGES:
-        help = RANGES[node.axis.text]
-        by_page = instead(help, "over slots by page(16)") if node.axis.text == "page" else help
-        yield node.span, f"`over {node.axis.text}`", by_page
-    if isinstance(node, syn.Argument) and node.over is not None and node.over.after is not None:
-        what, help = _part("`after`", after=node.over.after.span.quoted())
-        yield node.over.span, what, help if node.only else instead(help, from_place(node.over, node.over.after))
-    if isinstance(node, syn.Call) and node.function.text in FUNCTIONS:
-        yield node.function.span, f"`{node.function.text}`", FUNCTIONS[node.function.text]
-    for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():
-        if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, syn.Word)):
-            yield from _of_expressions(part)
+    for over in syn.parts_of(item, syn.Over):
+        if over.axis.text in RANGES:
+            help = RANGES[over.axis.text]
+            by_page = instead(help, "over slots by page(16)") if over.axis.text == "page" else help
+            yield over.span, f"`over {over.axis.text}`", by_page
+    for argument in syn.parts_of(item, syn.Argument):
+        place = argument.over
+        if place is not None and place.after is not None:
+            what, help = _part("`after`", after=place.after.span.quoted())
+            yield place.span, what, help if argument.only else instead(help, from_place(place, place.after))
+    for call in syn.parts_of(item, syn.Call):
+        if call.function.text in FUNCTIONS:
+            yield call.function.span, f"`{call.function.text}`", FUNCTIONS[call.function.text]

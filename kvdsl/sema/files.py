@@ -138,8 +138,7 @@ def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> C
         help = "begin the policy with a string that states what it does and its source"
         sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)
     flat = resolve(policy, module, sink)
-    params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
-    given = {} if flat.broken else read_settings(settings, params, sink)
+    given = {} if flat.broken else read_settings(settings, flat.params, sink)
     return Checker(flat, _prelude(), sink, given)
 
 

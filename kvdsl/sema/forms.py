@@ -14,7 +14,7 @@ from kvdsl.diagnostics import Label
 from kvdsl.helps import instead, offer, operand
 from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Reduce, is_call
 from kvdsl.ir.ops import FARTHEST, FIXED, MOST_STEPS, POOLS
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import children, has, walk
 from kvdsl.sema import values
 from kvdsl.sema.arguments import example, how_to_call, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import compares_slots, is_fixed, of_query_heads_at_once, reads_heads, reads_text
@@ -286,7 +286,7 @@ class Forms(ABC):
         elif any(over_queries(part) and _reads_previous(part) for part in walk(body.expr)):
             message = "`prev` of a fold over prunes belongs to no query, and cannot stand in a reduction over queries"
             self._report(codes.NESTED, span, message, "read `prev` outside of the reduction")
-        elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
+        elif has(body.expr, Fold, over="prunes"):
             self._report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
         elif word == "queries" and (compares := compares_slots(body.expr)) is not None:
             message = f"slots are compared when a step settles, so `{compares}` cannot stand in a fold over queries"

@@ -99,11 +99,14 @@ def ranks_across(expr: Expr) -> bool:
     return has(expr, Rank, within="heads")
 
 
+def _goes_over_queries(expr: Expr) -> bool:
+    """Return whether a node reduces over queries, or folds over them."""
+    return (isinstance(expr, Reduce) and expr.axis is Axis.QUERY) or (isinstance(expr, Fold) and expr.over == "queries")
+
+
 def of_query_heads_at_once(expr: Expr) -> bool:
     """Return whether a value reads a tensor with a query head axis outside reductions over queries."""
-    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
-        return False
-    if isinstance(expr, Fold) and expr.over == "queries":
+    if _goes_over_queries(expr):
         return False
     return (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_at_once, children(expr)))
 
@@ -115,12 +118,10 @@ def asks_query_heads(expr: Expr) -> bool:
 
 def of_query_heads_unpooled(expr: Expr) -> bool:
     """Return whether some part of a score still differs between query heads; pools reduce over the GQA group first."""
-    if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
+    of_text = isinstance(expr, Reduce) and expr.within == "text"
+    if is_call(expr, *POOLS) or (_goes_over_queries(expr) and not of_text):
         return False
-    if isinstance(expr, Fold) and expr.over == "queries":
-        return False
-    own = (isinstance(expr, TensorRef) and expr.group) or (isinstance(expr, Reduce) and expr.within == "text")
-    return own or any(map(of_query_heads_unpooled, children(expr)))
+    return of_text or (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_unpooled, children(expr)))
 
 
 def reads_text(expr: Expr) -> bool:

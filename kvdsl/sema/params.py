@@ -12,7 +12,7 @@ from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import parts_of, walk
 from kvdsl.passes.fold import value_of
 from kvdsl.sema import values
 from kvdsl.sema.needs import is_fixed
@@ -104,8 +104,8 @@ class Params:
         return frozenset(found)
 
     def _reads_earlier(self, value: Value, span: Span, name: str, earlier: set[str]) -> bool:
-        for part in walk(value.expr):
-            if isinstance(part, ir.ParamRef) and part.name not in earlier:
+        for part in parts_of(value.expr, ir.ParamRef):
+            if part.name not in earlier:
                 is_itself = part.name == name
                 message = f"`{name}` is defined by itself" if is_itself else f"`{part.name}` is defined after `{name}`"
                 help = None if is_itself else f"move `param {part.name}` before it"

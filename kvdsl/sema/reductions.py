@@ -353,12 +353,7 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
         reduces = name == "count" or (name in REDUCTIONS and len(node.arguments) == 1 + bool(REDUCTIONS[name].argument))
         if reduces and (over is None or over.axis.text == "queries"):
             return node
-        parts: tuple[syn.Expr, ...] = tuple(argument.value for argument in node.arguments)
-    elif isinstance(node, syn.Binary):
-        parts = (node.left, node.right)
-    else:
-        parts = (node.operand,) if isinstance(node, syn.Unary) else ()
-    return next((found for found in map(_inner_reduction, parts) if found is not None), None)
+    return next((found for found in map(_inner_reduction, syn.operands(node)) if found is not None), None)
 
 
 def over_queries(part: Expr) -> bool:

@@ -53,6 +53,11 @@ class FlatPolicy:
     keeps: list[Placed] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
 
+    @property
+    def params(self) -> list[str]:
+        """The names of its params."""
+        return [name for name, placed in self.names.items() if isinstance(placed.statement, syn.Param)]
+
 
 def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
     """Return the policy with everything that it inherits."""

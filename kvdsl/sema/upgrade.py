@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from kvdsl import codes
 from kvdsl.compiler import analyse
@@ -73,8 +72,7 @@ def _edits(module: Module) -> Iterator[Edit]:
     for edition in module.syntax.editions:
         yield _word(edition.span, edition.text), str(EDITION)
     for item in (*module.syntax.policies, *module.syntax.lets):
-        pages = next((one for one in getattr(item, "statements", ()) if isinstance(one, syn.Pages)), None)
-        yield from _in_expressions(item, pages)
+        yield from _in_expressions(item)
     for test in module.syntax.tests:
         for step in test.steps:
             yield from _of_step(step)
@@ -87,8 +85,8 @@ def _of_step(step: syn.Step) -> Iterator[Edit]:
     """Write a layer as a setting, and names without `given` and `state`."""
     if isinstance(step, syn.Use) and step.layer is not None:
         yield step.span, by_set(step).replace("; ", "\n")
-    for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
-        for one in token.brought if isinstance(token, syn.Incoming) else ():
+    for token in step.tokens:
+        for one in token.brought:
             if one.name is not None and one.span.start < one.name.span.start:
                 yield one.span, without_first_word(one.span)
     if isinstance(step, syn.Expect) and step.word is not None and step.what == "state":
@@ -112,22 +110,22 @@ def _line(statement: syn.Statement) -> Span:
 
 
 def _of_policy(policy: syn.Policy, module: Module) -> Iterator[Edit]:
-    words = {one.keyword: one for one in policy.statements if isinstance(one, syn.Setting)}
     for statement in policy.statements:
-        if isinstance(statement, (syn.Tensor, syn.Given)):
-            old = "tensor" if isinstance(statement, syn.Tensor) else "given"
-            if re.match(rf"{old}\b", statement.span.text):
-                yield _word(statement.span, old), "input"
-        elif isinstance(statement, syn.Pages):
-            yield _line(statement), ""
-        elif isinstance(statement, syn.Budget) and statement.most is not None:
-            value, most = statement.value.span, statement.most.span
+        if (old := re.match(r"(tensor|given)\b", statement.span.text)) is not None:
+            yield _word(statement.span, old.group()), "input"
+    for pages in policy.of(syn.Pages):
+        yield _line(pages), ""
+    for budget in policy.of(syn.Budget):
+        if budget.most is not None:
+            value, most = budget.value.span, budget.most.span
             yield value.to(most), f"min({value.text}, {most.text})"
-        elif isinstance(statement, syn.Select) and (place := reused_of(statement)) is not None:
-            yield place, from_layers(statement)
-        elif isinstance(statement, syn.Param) and statement.unit is not None:
-            yield statement.unit.span, ""
-    yield from _of_words(words)
+    for select in policy.of(syn.Select):
+        if (place := reused_of(select)) is not None:
+            yield place, from_layers(select)
+    for param in policy.of(syn.Param):
+        if param.unit is not None:
+            yield param.unit.span, ""
+    yield from _of_words({one.keyword: one for one in policy.of(syn.Setting)})
     yield from _of_keeps(policy, module)
 
 
@@ -147,7 +145,7 @@ def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
     (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
     kept = [keep.statement for keep in resolve(base, where, Sink()).keeps]
     inherited = {one.scope: one for one in kept if isinstance(one, syn.Keep)}
-    own = [one for one in policy.statements if isinstance(one, syn.Keep)]
+    own = policy.of(syn.Keep)
     dropped = any(one.override for one in own)
     for keep in own:
         if keep.scope in inherited and not dropped:
@@ -180,40 +178,32 @@ def _of_words(words: dict[str, syn.Setting]) -> Iterator[Edit]:
 def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
     """Write the newest token, which edition 1 keeps without a `keep last`, as `keep last 1`."""
     before = analyse(module.file)
-    keeps = [one for one in policy.statements if isinstance(one, syn.Keep)]
+    keeps = policy.of(syn.Keep)
     for one in keeps:
         if one.scope == "last" and policy.parent is None and isinstance(one.count, syn.Constant) and one.count.value == 0:
             yield _line(one), ""
     said = any(one.scope == "last" for one in keeps)
-    own = any(
-        isinstance(one, (syn.Budget, syn.Select))
-        or (isinstance(one, syn.Param) and one.name.text == "budget" and not one.override)
-        for one in policy.statements
-    )
+    bounds = [*policy.of(syn.Budget), *policy.of(syn.Select)]
+    own = bounds or any(one.name.text == "budget" and not one.override for one in policy.of(syn.Param))
     kept = any(one.scope == "last" for policy in before.policies for one in policy.keeps)
     if own and kept and not said and policy.parent is None:
-        last = policy.statements[-1].span
-        after = next(
-            (one.span for one in policy.statements if isinstance(one, syn.Setting) and one.keyword == "score"), last
-        )
-        after = keeps[-1].span if keeps else after
+        scores = [one for one in policy.of(syn.Setting) if one.keyword == "score"]
+        after = (keeps[-1:] or scores or policy.statements[-1:])[0].span
         yield after.file.span(after.end, after.end), "\nkeep last 1"
 
 
-def _in_expressions(node: Any, pages: syn.Pages | None) -> Iterator[Edit]:
+def _in_expressions(item: object) -> Iterator[Edit]:
     """Write `over page` with the key that counts pages."""
-    if isinstance(node, syn.Call):
-        for argument in node.arguments:
+    pages = next(syn.parts_of(item, syn.Pages), None)
+    for call in syn.parts_of(item, syn.Call):
+        for argument in call.arguments:
             over = argument.over
             if over is not None and over.after is not None and argument.only is None:
                 yield over.span, from_place(over, over.after)
             if over is not None and over.axis.text == "page" and pages is not None:
                 after = "" if pages.after is None else f", after = {pages.after.span.text}"
                 key = f"by page({pages.value.span.text}{after})"
-                yield over.span, key if node.function.text == "rank" else f"over slots {key}"
-    for part in syn.fields(node) if hasattr(node, "__dataclass_fields__") else ():
-        if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, syn.Word)):
-            yield from _in_expressions(part, pages)
+                yield over.span, key if call.function.text == "rank" else f"over slots {key}"
 
 
 def _means_the_same(before: SourceFile, after: SourceFile, sink: Sink) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
 
@@ -316,10 +316,35 @@ Single = Setting | Budget | Select | Sketch | Pages | Layers
 Statement = Named | Keep | Single
 
 
-def fields(node: object) -> Iterator[object]:
+Part = TypeVar("Part")
+
+
+def parts_of(node: object, kind: type[Part]) -> Iterator[Part]:
+    """Yield the nodes of a kind in a tree, outermost first."""
+    if isinstance(node, kind):
+        yield node
+    for part in _fields(node):
+        if hasattr(part, "__dataclass_fields__") and not isinstance(part, (Span, Word)):
+            yield from parts_of(part, kind)
+
+
+def operands(node: object) -> Iterator[Expr]:
+    """Yield the outermost expressions in a node, without the node itself."""
+    for part in _fields(node):
+        if isinstance(part, Expr):
+            yield part
+        elif isinstance(part, (Argument, Over, Range, Across, AcrossLayers)):
+            yield from operands(part)
+
+
+def _fields(node: object) -> Iterator[object]:
     """Yield a node's fields, and the items of tuples one by one."""
     for value in vars(node).values():
         yield from value if isinstance(value, tuple) else (value,)
+
+
+def _of(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------
@@ -395,6 +420,7 @@ class Use:
     policy: Word
     layer: Constant | None = None
     layers: Constant | None = None
+    tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -404,6 +430,7 @@ class Set:
     span: Span
     name: Word
     value: Constant
+    tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -414,6 +441,7 @@ class Expect:
     what: str
     heads: tuple[Row | Places, ...] = ()
     word: Word | None = None
+    tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -421,10 +449,10 @@ class Turn:
     """`turn`: the end of a turn of the chat."""
 
     span: Span
+    tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
 Step = Use | Set | Prompt | Incoming | Turn | Expect
-Kind = TypeVar("Kind", bound=Step)
 
 
 @dataclass(frozen=True)
@@ -436,9 +464,9 @@ class Test:
     steps: tuple[Step, ...]
     broken: bool = False
 
-    def of(self, kind: type[Kind]) -> list[Kind]:
+    def of(self, kind: type[Part]) -> list[Part]:
         """Return the steps of a kind, in order."""
-        return [step for step in self.steps if isinstance(step, kind)]
+        return _of(self.steps, kind)
 
     @property
     def texts(self) -> list[Prompt | Incoming]:
@@ -487,6 +515,10 @@ class Policy:
     statements: tuple[Statement, ...]
     broken: frozenset[str] = frozenset()
     clauses: bool = False
+
+    def of(self, kind: type[Part]) -> list[Part]:
+        """Return the statements of a kind, in order."""
+        return _of(self.statements, kind)
 
     @property
     def heading(self) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Union
+from collections.abc import Sequence
+from typing import Any
 
 from lark import Token, Tree
 
@@ -14,13 +14,10 @@ from kvdsl.diagnostics import Sink, did_you_mean, listed, printable
 from kvdsl.helps import instead, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
-from kvdsl.syntax.lexer import span_of
 from kvdsl.syntax.parser import ANYTHING, Parsed, parse
-from kvdsl.syntax.shape_tests import TestShaper
+from kvdsl.syntax.shape_tests import Child, Shaper, TestShaper, optional, token_of, tree_of, trees
 
 MAX_DEPTH = 100
-
-Child = Union["Tree[Token]", Token, None]
 
 
 def parse_module(source: SourceFile, sink: Sink) -> syn.Module:
@@ -31,9 +28,10 @@ def parse_module(source: SourceFile, sink: Sink) -> syn.Module:
     return _Shaper(source, parsed, sink).module(parsed.tree)
 
 
-class _Shaper:
+class _Shaper(Shaper):
     def __init__(self, source: SourceFile, parsed: Parsed, sink: Sink) -> None:
-        self.source, self.parsed, self.sink = source, parsed, sink
+        super().__init__(source, sink)
+        self.parsed = parsed
         self.depth = 0
         self.too_deep = False
 
@@ -41,7 +39,7 @@ class _Shaper:
 
     def module(self, tree: Tree[Token]) -> syn.Module:
         items: dict[type, list[Any]] = defaultdict(list)
-        for child in _trees(tree.children):
+        for child in trees(tree.children):
             item = self._item(child)
             items[type(item)].append(item)
         return syn.Module(
@@ -64,23 +62,22 @@ class _Shaper:
         return self._let(tree, False) if tree.data == "let" else self._policy(tree)
 
     def _import(self, tree: Tree[Token]) -> syn.Import:
-        (name,) = tree.children
-        assert isinstance(name, Token)
+        name = token_of(tree.children[0])
         shipped = name.type != "STRING"
         return syn.Import(self._span(tree), self._word(name) if shipped else self._string(name), shipped)
 
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
         name, *parents, body = tree.children
         span = self._span(tree)
-        inner = _tree(body).children
-        doc, *statements = (None, *inner) if _tree(body).data == "clauses" else inner
+        inner = tree_of(body).children
+        doc, *statements = (None, *inner) if tree_of(body).data == "clauses" else inner
         broken = [s.defines for s in self.parsed.broken if span.start <= s.span.start <= span.end]
         return syn.Policy(
             span,
             self._word(name),
             self._word(parents[0]) if parents else None,
-            self._string(doc.children[0]) if isinstance(doc, Tree) else None,
-            tuple(map(self._statement, _trees(statements))),
+            optional(lambda part: self._string(_only(part)), doc),
+            tuple(map(self._statement, trees(statements))),
             frozenset().union(*broken),
             clauses=tree.data == "with",
         )
@@ -90,13 +87,13 @@ class _Shaper:
         span = self._span(tree)
         broken = any(span.start <= s.span.start <= span.end for s in self.parsed.broken)
         shaper = TestShaper(self.source, self.sink, self._string)
-        return syn.Test(span, self._string(title), tuple(shaper.step(_tree(step)) for step in steps), broken)
+        return syn.Test(span, self._string(title), tuple(shaper.step(tree_of(step)) for step in steps), broken)
 
     # -- statements --------------------------------------------------------------------------------------------------
 
     def _statement(self, tree: Tree[Token], override: bool = False) -> syn.Statement:
         if tree.data == "override":
-            return self._statement(_tree(tree.children[0]), True)
+            return self._statement(tree_of(tree.children[0]), True)
         kind = str(tree.data)
         if kind == "param":
             return self._param(tree, override)
@@ -106,8 +103,7 @@ class _Shaper:
             return self._tensor(tree, override)
         if kind in ("given", "input"):
             name, default = tree.children
-            known = None if default is None else self._expr(default)
-            return syn.Given(self._span(tree), self._word(name), known, override)
+            return syn.Given(self._span(tree), self._word(name), optional(self._expr, default), override)
         if kind == "input_span":
             name, source = tree.children
             self._named("input_span", "from", source, 1)
@@ -121,27 +117,26 @@ class _Shaper:
         return syn.Param(
             self._span(tree),
             self._word(name),
-            None if unit is None else self._word(unit),
+            optional(self._word, unit),
             self._expr(value),
-            self._optional_range(range_),
+            optional(self._range, range_),
             override,
         )
 
-    def _optional_range(self, child: Child) -> syn.Range | None:
-        return self._range(child) if isinstance(child, Tree) else None
-
-    def _range(self, tree: Tree[Token]) -> syn.Range:
-        low, _, high = tree.children
-        return syn.Range(self._span(tree), *(None if end is None else self._expr(end) for end in (low, high)))
+    def _range(self, child: Child) -> syn.Range:
+        low, _, high = tree_of(child).children
+        return syn.Range(self._span(tree_of(child)), optional(self._expr, low), optional(self._expr, high))
 
     def _let(self, tree: Tree[Token], override: bool) -> syn.Let:
         name, names, value = tree.children
-        parameters = tuple(map(self._parameter, _trees(names.children))) if isinstance(names, Tree) else None
-        return syn.Let(self._span(tree), self._word(name), parameters, self._expr(value), override)
+        return syn.Let(self._span(tree), self._word(name), optional(self._parameters, names), self._expr(value), override)
+
+    def _parameters(self, child: Child) -> tuple[syn.Parameter, ...]:
+        return tuple(map(self._parameter, trees(tree_of(child).children)))
 
     def _parameter(self, tree: Tree[Token]) -> syn.Parameter:
         name, default = tree.children
-        return syn.Parameter(self._span(tree), self._word(name), None if default is None else self._expr(default))
+        return syn.Parameter(self._span(tree), self._word(name), optional(self._expr, default))
 
     def _tensor(self, tree: Tree[Token], override: bool) -> syn.Tensor:
         name, *axes, file = tree.children
@@ -164,15 +159,14 @@ class _Shaper:
         keyword, span, children = str(tree.data), self._span(tree), tree.children
         if keyword == "budget":
             value, most, *shared = children
-            return syn.Budget(span, self._expr(value), self._inside(most), *self._shared(shared), override)
+            return syn.Budget(span, self._expr(value), optional(self._inside, most), *self._shared(shared), override)
         if keyword == "select":
             counted = self._expr(children[0]) if len(children) == 4 else None
             by, weight, layers = children[-3:]
-            within = isinstance(layers, Tree) and layers.data == "within"
-            range_ = self._range(_tree(_tree(layers).children[0])) if within else None
-            choosing = tuple(map(self._expr, layers.children)) if isinstance(layers, Tree) and not within else ()
-            weighed = None if weight is None else self._expr(weight)
-            return syn.Select(span, counted, self._expr(by), weighed, range_, choosing, override)
+            where = None if layers is None else tree_of(layers)
+            range_ = self._range(_only(where)) if where is not None and where.data == "within" else None
+            choosing = tuple(map(self._expr, where.children)) if where is not None and range_ is None else ()
+            return syn.Select(span, counted, self._expr(by), optional(self._expr, weight), range_, choosing, override)
         if keyword == "sketch":
             count, dims, by, every, queries = children
             self._named("sketch", "sketch top N", dims)
@@ -180,24 +174,24 @@ class _Shaper:
             return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)
         if keyword == "pages":
             value, after = children
-            return syn.Pages(span, self._expr(value), None if after is None else self._expr(after), override)
+            return syn.Pages(span, self._expr(value), optional(self._expr, after), override)
         if keyword == "layers":
-            return syn.Layers(span, self._range(_tree(children[0])), override)
+            return syn.Layers(span, self._range(children[0]), override)
         if keyword in _WORDS:
-            number = self._expr(children[1]) if len(children) > 1 and children[1] is not None else None
-            return syn.Setting(span, keyword, number, self._word(children[0]), override)
+            number = children[1] if len(children) > 1 else None
+            return syn.Setting(span, keyword, optional(self._expr, number), self._word(children[0]), override)
         return syn.Setting(span, keyword, self._expr(children[-1]), override=override)
 
-    def _inside(self, child: Child) -> syn.Expr | None:
-        return self._expr(child.children[0]) if isinstance(child, Tree) else None
+    def _inside(self, child: Child) -> syn.Expr:
+        return self._expr(_only(child))
 
     def _shared(self, children: Sequence[Child]) -> tuple[syn.Across | None, syn.AcrossLayers | None]:
         """Return the sharers of a budget: a layer's heads, all layers, or both."""
         found: dict[str, tuple[Span, list[syn.Expr | None]]] = {}
-        for child in map(_tree, children):
+        for child in map(tree_of, children):
             sharers, *rest = child.children
             word = self._named("across", "across", sharers)
-            by, floor = (None if part is None else self._expr(part) for part in rest)
+            by, floor = (optional(self._expr, part) for part in rest)
             if word in found:
                 self.sink.report(codes.DUPLICATE, self._span(child), f"`across {word}` is given twice")
             elif word == "heads" and by is not None:
@@ -225,7 +219,7 @@ class _Shaper:
 
     def _expr(self, child: Child) -> syn.Expr:
         if self.depth >= MAX_DEPTH:
-            span = self._span(_tree(child))
+            span = self._span(tree_of(child))
             if not self.too_deep:
                 text = span.file.text[: span.start].rpartition("\n")[2]
                 nested = text.count("(") - text.count(")") >= MAX_DEPTH // 2
@@ -235,7 +229,7 @@ class _Shaper:
             return syn.Broken(span)
         self.depth += 1
         try:
-            return self._expr_of(_tree(child))
+            return self._expr_of(tree_of(child))
         finally:
             self.depth -= 1
             self.too_deep = self.too_deep and self.depth > 0
@@ -256,7 +250,7 @@ class _Shaper:
             named = syn.Name(self._word(value).span, str(value)) if isinstance(value, Token) else self._expr(value)
             return syn.Member(span, self._word(owner), named)
         function, *arguments = children
-        return syn.Call(span, self._word(function), tuple(map(self._argument, _trees(arguments))))
+        return syn.Call(span, self._word(function), tuple(map(self._argument, trees(arguments))))
 
     def _number(self, span: Span, text: str) -> syn.Expr:
         value = float(text)
@@ -267,18 +261,19 @@ class _Shaper:
 
     def _argument(self, tree: Tree[Token]) -> syn.Argument:
         keyword, value, over, only, key = tree.children
-        ranges = [self._span(part) for part in _trees((over, only, key))]
+        ranges = [self._span(part) for part in trees((over, only, key))]
         return syn.Argument(
             self._span(tree),
             self._expr(value),
-            None if keyword is None else self._word(keyword),
-            self._over(over) if isinstance(over, Tree) else None,
-            self._inside(only),
-            self._inside(key),
+            optional(self._word, keyword),
+            optional(self._over, over),
+            optional(self._inside, only),
+            optional(self._inside, key),
             ranges[0].to(ranges[-1]) if ranges else None,
         )
 
-    def _over(self, tree: Tree[Token]) -> syn.Over:
+    def _over(self, child: Child) -> syn.Over:
+        tree = tree_of(child)
         span = self._span(tree)
         if tree.data == "over_last":
             count, queries = tree.children
@@ -289,16 +284,9 @@ class _Shaper:
         axis, other = tree.children
         if tree.data == "over_after":
             return syn.Over(span, self._word(axis), after=self._expr(other))
-        return syn.Over(span, self._word(axis), name=None if other is None else self._word(other))
+        return syn.Over(span, self._word(axis), name=optional(self._word, other))
 
     # -- leaves ------------------------------------------------------------------------------------------------------
-
-    def _span(self, tree: Tree[Token]) -> Span:
-        return self.source.span(tree.meta.start_pos, tree.meta.end_pos)
-
-    def _word(self, child: Child) -> syn.Word:
-        assert isinstance(child, Token)
-        return syn.Word(span_of(self.source, child), str(child))
 
     def _string(self, child: Child) -> syn.Word:
         word = self._word(child)
@@ -334,11 +322,7 @@ _SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
 _CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def _trees(children: Iterable[Child]) -> list[Tree[Token]]:
-    """Return the parts that are present, without words."""
-    return [child for child in children if isinstance(child, Tree)]
-
-
-def _tree(child: Child) -> Tree[Token]:
-    assert isinstance(child, Tree)
-    return child
+def _only(child: Child) -> Child:
+    """Return the single part of a tree."""
+    (part,) = tree_of(child).children
+    return part

@@ -1,10 +1,10 @@
-"""Turn Lark's tree into dataclasses: the steps of a test."""
+"""Turn Lark's tree into dataclasses: words, and the steps of a test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Union
+from typing import TypeVar, Union
 
 from lark import Token, Tree
 
@@ -19,25 +19,41 @@ MANY = 4_096
 """The most repetitions of a token in one step, and the longest range of positions."""
 
 Child = Union["Tree[Token]", Token, None]
+Shaped = TypeVar("Shaped")
 
 
-class TestShaper:
+class Shaper:
+    """Shapes words, and finds the span of a tree."""
+
+    def __init__(self, source: SourceFile, sink: Sink) -> None:
+        self.source, self.sink = source, sink
+
+    def _span(self, tree: Tree[Token]) -> Span:
+        return self.source.span(tree.meta.start_pos, tree.meta.end_pos)
+
+    def _word(self, child: Child) -> syn.Word:
+        token = token_of(child)
+        return syn.Word(span_of(self.source, token), str(token))
+
+
+class TestShaper(Shaper):
     """Shapes the steps of a file's tests; `string` reads a STRING."""
 
     def __init__(self, source: SourceFile, sink: Sink, string: Callable[[Child], syn.Word]) -> None:
-        self.source, self.sink, self.string = source, sink, string
+        super().__init__(source, sink)
+        self.string = string
 
     def step(self, tree: Tree[Token]) -> syn.Step:
         """Return a step of a test."""
         span, kind = self._span(tree), str(tree.data)
         if kind in ("use", "use_at"):
             name, *numbers = tree.children
-            return syn.Use(span, self._word(name), *(None if n is None else self._constant(n) for n in numbers))
+            return syn.Use(span, self._word(name), *(optional(self._constant, number) for number in numbers))
         if kind == "set":
             name, value = tree.children
             return syn.Set(span, self._word(name), self._signed(value))
         if kind == "prompt":
-            return syn.Prompt(span, tuple(self._incoming(child) for child in _trees(tree)))
+            return syn.Prompt(span, tuple(self._incoming(child) for child in trees(tree.children)))
         if kind in ("attend", "token", "times"):
             return self._incoming(tree)
         if kind == "turn":
@@ -52,11 +68,10 @@ class TestShaper:
     def _incoming(self, tree: Tree[Token]) -> syn.Incoming:
         if tree.data == "times":
             count, token = tree.children
-            assert isinstance(token, Tree)
-            return replace(self._incoming(token), span=self._span(tree), times=self._times(self._constant(count)))
-        brought = [self._brought(child) for child in _trees(tree) if child.data != "rows"]
+            return replace(self._incoming(tree_of(token)), span=self._span(tree), times=self._times(self._constant(count)))
+        brought = [self._brought(child) for child in trees(tree.children) if child.data != "rows"]
         if tree.data == "attend":
-            (rows,) = (child for child in _trees(tree) if child.data == "rows")
+            (rows,) = (child for child in trees(tree.children) if child.data == "rows")
             brought.insert(0, syn.Brought(self._span(rows), "attend", self._one_each(rows)))
         return syn.Incoming(self._span(tree), tuple(brought))
 
@@ -71,19 +86,19 @@ class TestShaper:
         span, (name, *rows) = self._span(tree), tree.children
         word = self._word(name)
         if tree.data == "supplied":
-            return syn.Brought(span, "given", self._one_each(_tree(rows[0])), word)
-        heads = tuple(tuple(self._row(row) for row in _trees(_tree(one))) for one in rows)
+            return syn.Brought(span, "given", self._one_each(tree_of(rows[0])), word)
+        heads = tuple(tuple(self._row(row) for row in trees(tree_of(one).children)) for one in rows)
         if word.text == "query":
             return syn.Brought(span, "query", heads)
         for one, of_head in zip(rows, heads, strict=True):
             if len(of_head) > 1:
                 message = f"`and` separates query heads, which `{word.text}` does not have"
-                self.sink.report(codes.TEST_SIZE, self._span(_tree(one)), message, "`/` separates KV heads")
+                self.sink.report(codes.TEST_SIZE, self._span(tree_of(one)), message, "`/` separates KV heads")
         heads = tuple(of_head[:1] for of_head in heads)
         return syn.Brought(span, word.text, heads) if word.text in VECTORS else syn.Brought(span, "given", heads, word)
 
     def _one_each(self, rows: Tree[Token]) -> tuple[tuple[syn.Row, ...], ...]:
-        return tuple((self._row(row),) for row in _trees(rows))
+        return tuple((self._row(row),) for row in trees(rows.children))
 
     def _expect(self, span: Span, kind: str, tree: Tree[Token]) -> syn.Expect:
         name, found = self._word(tree.children[0]), tree.children[1]
@@ -95,7 +110,7 @@ class TestShaper:
             else:
                 return syn.Expect(span, "error", word=self.string(found))
             return syn.Expect(span, "error")
-        rows = list(_trees(_tree(found)))
+        rows = trees(tree_of(found).children)
         if name.text in PLACES and kind == "expect":
             return syn.Expect(span, name.text, tuple(map(self._places, rows)))
         numbers = tuple(map(self._row, rows))
@@ -107,7 +122,7 @@ class TestShaper:
         self.sink.report(codes.SYNTAX, span, message, did_you_mean(span.text, known))
 
     def _row(self, tree: Tree[Token]) -> syn.Row:
-        span, parts = self._span(tree), list(_trees(tree))
+        span, parts = self._span(tree), trees(tree.children)
         for part in parts:
             if part.data == "span":
                 self._unexpected(self._span(part), f"expected a number, not `{self._span(part).quoted()}`")
@@ -121,14 +136,14 @@ class TestShaper:
         return syn.Row(span, values, self._signed(parts[rests[0]].children[0]).value, rests[0])
 
     def _places(self, tree: Tree[Token]) -> syn.Places:
-        span, parts = self._span(tree), list(_trees(tree))
+        span, parts = self._span(tree), trees(tree.children)
         return syn.Places(span, () if span.text == "nothing" else tuple(self._positions(part) for part in parts))
 
     def _positions(self, tree: Tree[Token]) -> tuple[int, int]:
         span = self._span(tree)
-        numbers = [child for child in tree.children if isinstance(child, Token) and child.type == "NUMBER"]
-        ends = [self._constant(child).value for child in numbers]
-        if tree.data == "rest" or any(isinstance(child, Token) and child.type == "NAME" for child in tree.children):
+        words = [child for child in tree.children if isinstance(child, Token)]
+        ends = [self._constant(word).value for word in words if word.type == "NUMBER"]
+        if tree.data == "rest" or any(word.type == "NAME" for word in words):
             self._unexpected(span, f"expected a number or `nothing`, not `{span.quoted()}`", ("nothing",))
         elif not all(end.is_integer() for end in ends) or span.text.startswith("-"):
             self.sink.report(codes.TEST_SIZE, span, f"`{span.quoted()}` is not a position", "positions are whole numbers")
@@ -139,34 +154,39 @@ class TestShaper:
         return 0, 0
 
     def _signed(self, child: Child) -> syn.Constant:
-        minus, number = _tree(child).children
-        assert isinstance(number, Token)
+        minus, number = tree_of(child).children[0], token_of(tree_of(child).children[1])
         if number.type == "NAME" and number not in NO_NUMBERS:
             span = span_of(self.source, number)
             self._unexpected(span, f"expected a number, `inf` or `nan`, not `{number}`", NO_NUMBERS)
             return syn.Constant(span, 0.0)
         value = self._constant(number).value
-        return syn.Constant(self._span(_tree(child)), value if minus is None else -value)
+        return syn.Constant(self._span(tree_of(child)), value if minus is None else -value)
 
     def _constant(self, child: Child) -> syn.Constant:
-        assert isinstance(child, Token)
-        span, value = span_of(self.source, child), float(child)
-        if child.type == "NUMBER" and value == float("inf"):
+        token = token_of(child)
+        span, value = span_of(self.source, token), float(token)
+        if token.type == "NUMBER" and value == float("inf"):
             self.sink.report(codes.NUMBER, span, f"the number `{span.quoted()}` is too large")
         return syn.Constant(span, value)
 
-    def _span(self, tree: Tree[Token]) -> Span:
-        return self.source.span(tree.meta.start_pos, tree.meta.end_pos)
 
-    def _word(self, child: Child) -> syn.Word:
-        assert isinstance(child, Token)
-        return syn.Word(span_of(self.source, child), str(child))
+def trees(children: Iterable[Child]) -> list[Tree[Token]]:
+    """Return the parts that are present, without words."""
+    return [child for child in children if isinstance(child, Tree)]
 
 
-def _trees(tree: Tree[Token]) -> Iterator[Tree[Token]]:
-    return (child for child in tree.children if isinstance(child, Tree))
-
-
-def _tree(child: Child) -> Tree[Token]:
+def tree_of(child: Child) -> Tree[Token]:
+    """Return a part that is a tree by the grammar."""
     assert isinstance(child, Tree)
     return child
+
+
+def token_of(child: Child) -> Token:
+    """Return a part that is a word by the grammar."""
+    assert isinstance(child, Token)
+    return child
+
+
+def optional(shape: Callable[[Child], Shaped], child: Child) -> Shaped | None:
+    """Return the shape of a part that may be missing."""
+    return None if child is None else shape(child)

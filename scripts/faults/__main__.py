@@ -22,8 +22,8 @@ LIMIT = 1800
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.faults")
-    parser.add_argument("--only", default="", metavar="WORD", help="faults whose room or file has this word")
-    chosen = [fault for fault in FAULTS if parser.parse_args().only in f"{fault.room} {fault.file}"]
+    parser.add_argument("--only", default="", metavar="WORD", help="faults whose room, file or text has this")
+    chosen = [fault for fault in FAULTS if parser.parse_args().only in f"{fault.room} {fault.file} {fault.old}"]
     known = _read() if len(chosen) < len(FAULTS) else {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvdsl.budget import spelled, with_ratio
+from kvdsl.budget import is_whole, spelled, with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
@@ -184,7 +184,11 @@ class KVCache(Linked, Cache):
     @property
     def managed(self) -> list[int]:
         """The layers that the policy manages."""
-        return [index for index, layer in enumerate(self.layers) if isinstance(layer, SlotLayer)]
+        return [layer.state.layer for layer in self._served]
+
+    @property
+    def _served(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def bytes(self) -> int:
         """Return the size of the cache in bytes, transformers' own layers included."""
@@ -192,7 +196,7 @@ class KVCache(Linked, Cache):
 
     def __repr__(self) -> str:
         params = [f"{name}={spelled(value)}" for name, value in self._params.items() if value is not None]
-        first = self.layers[self.managed[0]]
+        first = self._served[0]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
         if first.state.allocated:
@@ -200,11 +204,11 @@ class KVCache(Linked, Cache):
         return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
-        return cache_html(repr(self).strip("<>"), [layer for layer in self.layers if isinstance(layer, SlotLayer)])
+        return cache_html(repr(self).strip("<>"), self._served)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """Copy the cache, for instance to continue one prompt several times."""
-        backends = (self.layers[index].backend for index in self.managed)
+        backends = (layer.backend for layer in self._served)
         for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
         return super().__deepcopy__(memo)
@@ -248,8 +252,8 @@ class KVCache(Linked, Cache):
         memory = kept.pop("_memory")
         self.__dict__.update(kept)
         self._spec = self.spec.with_memory(memory)
-        for index in self.managed:
-            self.layers[index].state.follow(self._spec)
+        for layer in self._served:
+            layer.state.follow(self._spec)
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
         """Connect a loaded cache to its model.
@@ -304,8 +308,8 @@ class KVCache(Linked, Cache):
         `torch.compile` if the budget is larger, or to see a lack of memory at once. On accelerators a cache always reserves. Layers that
         never evict grow in any case.
         """
-        for index in self.managed:
-            self.layers[index].state.reserve()
+        for layer in self._served:
+            layer.state.reserve()
 
     def expect_prompt(self, tokens: int) -> None:
         """Set the length of a prompt that will come in several forwards, for budgets that are ratios of the prompt. Holds until `reset()`.
@@ -313,14 +317,14 @@ class KVCache(Linked, Cache):
         Raises:
             KvdslError: if something is cached, or `tokens` is not a positive int.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        if not is_whole(tokens, 1):
             raise KvdslError(f"`tokens` is {tokens!r}; give how many tokens the prompt will have, 1 or more")
-        for index in self.managed:
-            if self.layers[index].length:
+        for layer in self._served:
+            if layer.length:
                 raise KvdslError(
                     "a prompt has come already: call `cache.reset()` first, and then say how long the next one will be"
                 )
-            self.layers[index].state.expected = tokens
+            layer.state.expected = tokens
 
     def give(self, layer: int, /, **values: Tensor) -> None:
         """Set the policy's `input` values for a layer's next forward. They take precedence over functions.
@@ -349,10 +353,10 @@ class KVCache(Linked, Cache):
         Raises:
             KvdslError: if the policy reads no such span, or the range is invalid.
         """
-        first = self.layers[self.managed[0]]
+        first = self._served[0]
         self._supplying.marks.add(self._spec, span, start, end, row, first.batch_size)
-        for index in self.managed:
-            self.layers[index].mark_cached()
+        for layer in self._served:
+            layer.mark_cached()
 
     def end_turn(self, at: int | None = None) -> None:
         """Mark the end of a chat turn. The policy may evict now.
@@ -366,13 +370,13 @@ class KVCache(Linked, Cache):
             KvdslError: if nothing is cached, or the position is not one of the text to come. A position that the next forward does not
                 reach raises an error in that forward.
         """
-        length = self.layers[self.managed[0]].length
+        length = self._served[0].length
         if at is None and not length:
             raise KvdslError("nothing is cached yet, so that no turn has ended")
-        if at is not None and (isinstance(at, bool) or not isinstance(at, int) or at < 1):
+        if at is not None and not is_whole(at, 1):
             raise KvdslError(f"`at` is {at!r}; give a place in the text of one row, 1 or more")
-        for index in self.managed:
-            self.layers[index].end_turn(at)
+        for layer in self._served:
+            layer.end_turn(at)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -401,14 +405,14 @@ class KVCache(Linked, Cache):
         """
         native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         removed = 0
-        for index in self.managed:  # check all layers before changing any
-            removed = self.layers[index].undo.to_remove(self.layers[index].length, tokens_to_remove, noted_only=bool(native))
+        for own in self._served:  # check all layers before changing any
+            removed = own.undo.to_remove(own.length, tokens_to_remove, noted_only=bool(native))
         for layer in native:
             roll_back(layer, removed)
-        for index in self.managed:
-            self.layers[index].crop(-removed)
+        for own in self._served:
+            own.crop(-removed)
             if any(sliding_window(layer) is not None for layer in native):  # sliding windows can go back no further
-                self.layers[index].undo.forget()
+                own.undo.forget()
 
     def activate_past_recording(self, steps: int = speculation.STEPS) -> None:
         """Record what every step overwrites, so that `crop` can undo the last steps; until `reset()`.

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvdsl.budget import is_whole
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.hf.versions import can_roll_back
@@ -171,7 +172,7 @@ def check_steps(steps: Any) -> int:
     Raises:
         KvdslError: if it is not a positive int.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps, 1):
         raise KvdslError(f"`steps` is {steps!r}; give the number of tokens that `crop` may take back, 1 or more")
     return steps
 
