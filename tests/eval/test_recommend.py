@@ -15,7 +15,7 @@ from kvdsl.generation.generate import greedy
 from kvdsl_lab.cli.recommend import size, spread
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import bytes_in_use
-from kvdsl_lab.recommend.contest import Found, Room, verdict
+from kvdsl_lab.recommend.contest import Found, Room, measured, verdict
 from kvdsl_lab.recommend.prompts import Prompt, is_right, read_prompts, with_answers
 from tests.cli.harness import run
 
@@ -110,6 +110,17 @@ def test_what_does_not_fit_says_why(model: Any) -> None:
     assert "has no budget to lower" in str(room.fit("quest", whole - 1).why_not)
     assert "even with `budget` 1" in str(room.fit("h2o_answer", whole // 2).why_not)
     assert "protects 5 tokens" in str(room.fit("streaming_llm", whole // 130 * 3).why_not)
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def test_policies_write_answers_where_the_right_one_is_known(model: Any, tokenizer: Any) -> None:
+    policies, text = Policies(["full", "window"], {}), " ".join(book_text().split()[:40])
+    prompts = [Prompt(text), Prompt(text, "no such words")]
+    (_, unknown), (_, known) = measured(model, tokenizer, policies, {"window": 16}, prompts, 6, lambda: True)
+    assert [row[1] for row in unknown.values()] == [None, None] and [row[1] for row in known.values()] == [0, 0]
+    assert unknown["window"][0] == pytest.approx(known["window"][0], rel=1e-3) and unknown["window"][0] > 0
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

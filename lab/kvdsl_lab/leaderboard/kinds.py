@@ -221,14 +221,15 @@ def _greedy(model: Any, caches: Sequence[Any], logits: Tensor, count: int, ends:
 
 
 def followed(
-    model: Any, pairs: Sequence[tuple[Any, Any]], logits: Tensor, new_tokens: int, ends: Sequence[int] = ()
+    model: Any, pairs: Sequence[tuple[Any, Any | None]], logits: Tensor, new_tokens: int, ends: Sequence[int] = ()
 ) -> tuple[list[float], list[int], list[list[int]]]:
     """Compare caches that have read the same prompt with the first of them, which is full.
 
     The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
 
     Args:
-        pairs: two equal caches of every contestant: one is fed the full cache's greedy text, the other its own.
+        pairs: two equal caches of every contestant: one is fed the full cache's greedy text, the other its own. None in place of the
+            other spares its text.
         logits: of the first token behind the prompt, float32 [1, vocabulary].
         ends: tokens that end a text.
 
@@ -236,7 +237,7 @@ def followed(
         For all but the first, the mean divergence from it behind every token of its greedy text, in nats (the token that the prompt
         itself gives is not counted, since nothing had been evicted before it); the full cache's greedy text; and the others'.
     """
-    forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
+    forced, free = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
     own, *written = _greedy(model, free, logits.expand(len(free), -1), new_tokens, ends)
     divergences = torch.zeros(len(forced))
     for token in own:

@@ -142,10 +142,12 @@ def measured(
             return
         reading = Reading(model, torch.tensor([tokens_of(tokenizer, prompt)]))
         makers = [partial(full_cache, model), *(partial(policies.make, name, model, budgets[name]) for name in budgets)]
-        pairs = [_twice(model, reading, make) for make in makers]
+        pairs = [_begun(model, reading, make, at == 0 or prompt.answer is not None) for at, make in enumerate(makers)]
         divergences, own, texts = followed(model, pairs, reading.logits, new_tokens, stops)
         if own:
-            rights = [_right(tokenizer, text, prompt.answer) for text in (own, *texts)]
+            rights: list[float | None] = [None] * len(pairs)
+            if prompt.answer is not None:
+                rights = _rights(tokenizer, (own, *texts), prompt.answer)
             sizes = [bytes_in_use(forced) for forced, _ in pairs]
             rows = zip((0.0, *divergences), rights, sizes, strict=True)
             yield prompt, dict(zip((REFERENCE, *budgets), rows, strict=True))
@@ -159,14 +161,15 @@ def tokens_of(tokenizer: Any, prompt: Prompt) -> list[int]:
     return begun(tokenizer, before + prompt.text + after)
 
 
-def _twice(model: Any, reading: Reading, make: Callable[[], Any]) -> tuple[Any, Any]:
+def _begun(model: Any, reading: Reading, make: Callable[[], Any], writes: bool) -> tuple[Any, Any]:
+    """A cache that has read the prompt; a copy of it that writes an answer of its own, or None."""
     forced = make()
     read(model, forced, reading)
-    return forced, copy.deepcopy(forced)
+    return forced, copy.deepcopy(forced) if writes else None
 
 
-def _right(tokenizer: Any, text: Sequence[int], answer: str | None) -> float | None:
-    return None if answer is None else float(is_right(tokenizer.decode(text), answer))
+def _rights(tokenizer: Any, texts: Sequence[Sequence[int]], answer: str) -> list[float | None]:
+    return [float(is_right(tokenizer.decode(text), answer)) for text in texts]
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------------
