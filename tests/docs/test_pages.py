@@ -109,7 +109,7 @@ def test_programs_and_commands(document: str, tmp_path: Path, monkeypatch: pytes
 def test_commands_that_are_not_run_are_well_formed(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(read(document)):
-        lines = block.text.replace("\\\n", " ").splitlines() if block.language == "shell" else []
+        lines = block.text.replace("\\\n", "").splitlines() if block.language == "shell" else []
         for line in lines:
             if line.startswith("kvdsl "):
                 for text in re.findall(r"\S+\.(?:txt|jsonl?)\b", line):

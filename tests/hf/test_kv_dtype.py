@@ -148,9 +148,5 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, "explain", "roco", "--kv-dtype", "int4", "--head-dim", "64", "--json").json()
     assert (said["bytes"]["key_and_value"], said["bytes"]["kv_dtype"]) == (2 * (32 + 4), "int4")
     assert all(one["ok"] for one in said["backends"])
-    for words, message in (
-        (("run", "roco", "--kv-dtype", "int3"), "'int3' is not one of 'model', 'int8', 'int4', 'fp8'"),
-        (("serve", "smollm2", "--policy", "h2o_answer", "--kv-dtype", "int8", "--dry-run"), "leave `kv_dtype` out"),
-    ):
-        refused = run(capsys, *words)
-        assert refused.code == 2 and message in " ".join(refused.err.split())
+    refused = run(capsys, "run", "roco", "--kv-dtype", "int3")
+    assert refused.code == 2 and "'int3' is not one of 'model', 'int8', 'int4', 'fp8'" in " ".join(refused.err.split())

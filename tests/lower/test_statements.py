@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvdsl import ir
 from kvdsl.compiler import package
 from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
@@ -289,7 +290,8 @@ def test_without_a_budget_or_a_selection_nothing_is_protected() -> None:
 def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: bool) -> None:
     plan = make_plan(evicting(f"score sum(attn)\n{statement}")).triton
     assert plan is not None
-    assert (plan.compact, plan.agrees) == (compact, agrees)
+    told = dict(plan.constants)
+    assert (told["COMPACT"], told["AGREES"], "agree" in plan.kernels) == (str(compact), str(agrees), agrees)
 
 
 @pytest.mark.parametrize(
@@ -339,20 +341,22 @@ def test_what_triton_refuses(statements: str, refusal: str) -> None:
     assert plan.refusals["triton"].startswith(refusal)
 
 
-def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> None:
+def hook(policy: ir.Policy, name: str) -> list[str]:
+    """The lines of a function of a policy's Triton kernels; none if it has no such function."""
+    plan = make_plan(policy).triton
+    assert plan is not None
+    return [line.strip() for hook in plan.hooks if hook.name == name for line in hook.body]
+
+
+def test_triton_reads_what_a_policy_reads_whatever_names_are_in_it() -> None:
     """A param may be named as something that kernels have; a power somewhere is not the whole value."""
-    plan = make_plan(
-        checked("param budget = 8\nparam window = 3\nparam random_key = 2\nscore position * window + random_key")
-    ).triton
-    assert plan is not None
-    assert plan.args == ("numbers", "work")
-    plan = make_plan(evicting("score (age + 1) ** 0.3 - position")).triton
-    assert plan is not None and plan.settle is not None
-    value = "ops.power((now - pos).to(tl.float32) + 1.0, 0.3).to(tl.float32) - pos.to(tl.float32)"
-    assert any(value in line for line in plan.settle.score[-1].body)
-    plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
-    assert plan is not None
-    assert plan.args == ("columns", "numbers", "logits", "window", "work")
+    named = checked("param budget = 8\nparam window = 3\nparam random_key = 2\nscore position * window + random_key")
+    value = "score = pos.to(tl.float32) * number_window.to(tl.float32) + number_random_key.to(tl.float32)"
+    assert value in hook(named, "rank_slots") and not hook(named, "update") and not hook(named, "find_columns")
+    value = "score = ops.power((now - pos).to(tl.float32) + 1.0, 0.3).to(tl.float32) - pos.to(tl.float32)"
+    assert value in hook(evicting("score (age + 1) ** 0.3 - position"), "rank_slots")
+    attention = evicting("score sum(attn > mean(attn over slots))")
+    assert any("logits" in line for line in hook(attention, "update")) and hook(attention, "find_columns")
 
 
 # -- params ------------------------------------------------------------------------------------------------------------
