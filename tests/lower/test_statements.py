@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvdsl import ir
 from kvdsl.compiler import package
+from kvdsl.ir.nodes import Policy
 from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
 from tests.lower.policies import checked, evicting
@@ -341,7 +341,7 @@ def test_what_triton_refuses(statements: str, refusal: str) -> None:
     assert plan.refusals["triton"].startswith(refusal)
 
 
-def hook(policy: ir.Policy, name: str) -> list[str]:
+def hook(policy: Policy, name: str) -> list[str]:
     """The lines of a function of a policy's Triton kernels; none if it has no such function."""
     plan = make_plan(policy).triton
     assert plan is not None
