@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvdsl.assets import book_text
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
 from kvdsl.generation.models import encode, windows
+from kvdsl_lab.assets import load_reference_model
 from kvdsl_lab.eval import fidelity, perplexity, retrieval
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.names import parse_budgets, parse_policies
@@ -151,6 +153,23 @@ def test_accuracy_counts_whole_answers(monkeypatch):
     trials = retrieval.Trials("pass-key", 0.5, prompts, ("12", "13", "12"), 3, Spaced())
     monkeypatch.setattr(retrieval, "greedy", lambda model, ids, *_: torch.tensor([[0, 1, 2]] * len(ids)))
     assert retrieval.accuracy(None, trials, lambda: None, None, batch=2) == pytest.approx(2 / 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_cache_that_breaks_a_model_finds_nothing(backend):
+    """The shipped model finds pass-keys in prompts that a policy keeps, whatever leaves of its answers; a window has lost most of them."""
+    model, tokenizer = load_reference_model()
+    trials = [one for one in retrieval.make_trials(tokenizer, book_text(), length=512, count=2) if one.task == "pass-key"]
+
+    def found(policy: str, budget: int = 512) -> float:
+        (row,) = retrieval.retrievals(model, trials, Policies((policy,), {}, backend), [budget])
+        return row["accuracy"]
+
+    right = {
+        policy: found(policy, budget) for policy, budget in (("full", 512), ("h2o_answer", 2), ("h2o", 256), ("window", 128))
+    }
+    assert right["full"] >= 0.9 and right["h2o_answer"] >= 0.9 and right["h2o"] >= 0.7 and right["window"] <= 0.4, right
 
 
 def test_retrieval_rows(model, tokenizer):
