@@ -246,11 +246,16 @@ def test_a_folder_behind_a_link_is_one_folder(tmp_path: Path) -> None:
     assert [Path(document.uri).name for document in texts.others(mine, "weight")] == ["other.kv"]
 
 
-def test_a_name_behind_after_is_found(tmp_path: Path) -> None:
-    text = (
-        'kv 1\npolicy P {\n  "A test."\n  param budget = 64\n  param sinks = 4\n'
-        "  score mean(dot(q, k) over text after sinks)\n  when prefill\n}\n"
-    )
+@pytest.mark.parametrize(
+    "score",
+    [
+        "mean(dot(q, k) over text where query_position >= sinks)\n  when prefill",
+        "mean(sum(attn) over slots where position >= sinks)",
+        "sum(attn) - max(sum(attn) over slots where position < sinks by floor(position / 4))",
+    ],
+)
+def test_a_name_inside_a_range_is_found(tmp_path: Path, score: str) -> None:
+    text = f'kv 2\n\npolicy P {{\n  "A test."\n  param budget = 64\n  param sinks = 4\n  score {score}\n}}\n'
     document = read_document((tmp_path / "p.kv").as_uri(), text, "utf-16")
     assert not document.diagnostics
     assert len(references(document, document.positions.position(text.index("sinks")), [])) == 2
