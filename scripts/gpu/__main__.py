@@ -15,7 +15,7 @@ from scripts.gpu import __doc__ as about
 from scripts.gpu.experiments import EXPERIMENTS, LEFT_OUT, Experiment, in_time
 from scripts.gpu.setting import ROOT, Lines, Setting
 
-INTERPRETED = 10
+INTERPRETED = 100
 """How many times an experiment's deadline its toy has in Triton's interpreter."""
 
 
