@@ -503,7 +503,7 @@ REFUSED = [
     ({"policy": "raas", "generated": 64}, {}, "line 19: `score .*over slots where position >= prompt"),
     ({"policy": "h2o_answer", "budget": 0.25}, {}, "a ratio of each prompt"),
     ({"policy": "roco_easykv", "generated": 1}, {}, "may protect more of an answer"),
-    ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
+    ({"policy": "h2o_answer", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "leave --kv-cache-dtype out"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
      "cannot be sent by a KV connector: leave --kv-transfer-config out"),
     ({"policy": "h2o_answer", "budget": 64}, {"kv_offloading_size": 1.0}, "cannot be sent by a KV connector"),
