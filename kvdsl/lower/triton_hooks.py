@@ -50,7 +50,7 @@ ARGUMENTS = {
         "CAPPED: tl.constexpr"
     ),
 }
-"""By function; the same as in `hooks.py`."""
+"""By function, as `hooks.py` has them; this module also runs where `kvdsl.runtime` is absent."""
 
 _VECTORS = {"k": "keys, {}, {}, {}, own_table, SIZE, D, D_PAD, KV", "v": "values, {}, {}, {}, own_table, SIZE, E, E_PAD, KV"}
 

@@ -1,4 +1,4 @@
-"""Experiment 4: RoCo's step with kernels cut otherwise than `kvdsl.runtime.gpu.sizes` has it, and EQUIP's without rotated halves."""
+"""Experiment 4: RoCo's step with other sizes of splits, blocks and programs, and EQUIP's without rotated halves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.gpu.timing import median_ms
 
 @dataclass(frozen=True)
 class Cut:
-    """What is set otherwise.
+    """Values that replace those of `kvdsl.runtime.gpu.sizes`.
 
     Attributes:
         numbers: constants of `kvdsl.runtime.gpu.sizes`, by name. options: entries of its tables of options, by the table's name.
@@ -67,7 +67,7 @@ def _rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def meanwhile(cut: Cut) -> Iterator[None]:
-    """Cut and compile kernels so; whoever made a workspace or a launch before keeps it."""
+    """Set a cut's constants and options for the block. Workspaces and launches that exist already keep their own."""
     tables: list[tuple[dict[str, int], dict[str, int]]] = []
     numbers: dict[str, Any] = {name: getattr(sizes, name) for name in cut.numbers}
     try:

@@ -1,7 +1,7 @@
 """Experiment 1: a decode step captured for many layers, beside torch's attention.
 
 A graph has a step of every layer of a model, each with a cache of its own, so that nothing stays in the device's caches from one step
-to the next; whoever is compared runs in the same kind of graph. Columns come from steps on random keys. Times are of one layer.
+to the next. Torch's attention runs in the same kind of graph. Columns come from steps on random keys. Times are of one layer.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _attention(shape: Shape, token: Token, layers: int, setting: Setting) -> Ite
 
 
 def layers_of(shape: Shape, setting: Setting) -> int:
-    """As many as a model has, or as fit."""
+    """Return the number of layers: the model's, or fewer if memory lacks."""
     if not setting.real:
         return setting.sizes.layers
     size = 2 * shape.batch * shape.kv_heads * shape.live * shape.head_dim * shape.torch_dtype.itemsize
@@ -103,7 +103,7 @@ def layers_of(shape: Shape, setting: Setting) -> int:
 
 
 def attempt(measure: Callable[[], float]) -> dict[str, Any]:
-    """Its milliseconds, or why there are none: what is tried may take more of a multiprocessor than it has."""
+    """Return the milliseconds, or the error: a cut may need more of a multiprocessor than it has."""
     try:
         return {"ms": measure()}
     except Exception as error:

@@ -40,7 +40,7 @@ FIGURES = ("output_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_m
 COUNTED = {
     "vllm:num_preemptions_total": "preemptions", "vllm:prefix_cache_hits_total": "hits", "vllm:prefix_cache_queries_total": "asked",
 }  # fmt: skip
-"""What the server counts, in tokens where it is not preemptions."""
+"""Counters of the server: preemptions, and tokens of prompts that prefix caching found and looked for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Server:
     "--loads",
     default="100/400,400/64,2000/200",
     show_default=True,
-    help="Tokens of prompts and of answers; 2000+100/400 is a prompt of which all requests share 2,000.",
+    help="Tokens of prompts and of answers; in 2000+100/400 all requests share the first 2,000 tokens of the prompt.",
 )
 @click.option("--rates", default="inf", show_default=True, help="Requests a second; inf for all at once: 0.5,1,inf.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="Of each load, rate and round.")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from kvdsl.compiler import package
 from kvdsl.ir.nodes import Policy
 from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
+from kvdsl.lower.triton_hooks import ARGUMENTS
 from tests.lower.policies import checked, evicting
+
+ROOT = Path(__file__).parents[2]
 
 # -- one query's own ---------------------------------------------------------------------------------------------------
 
@@ -339,6 +345,13 @@ def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
     assert plan.refusals["triton"].startswith(refusal)
+
+
+def test_a_policy_s_functions_take_what_kernels_give_them() -> None:
+    """The compiler runs where `kvdsl.runtime` is absent, so the arguments are written in both."""
+    kernels = ast.parse((ROOT / "kvdsl" / "runtime" / "gpu" / "kernels" / "hooks.py").read_text(encoding="utf-8"))
+    functions = [node for node in kernels.body if isinstance(node, ast.FunctionDef)]
+    assert {function.name: ast.unparse(function.args) for function in functions} == ARGUMENTS
 
 
 def hook(policy: Policy, name: str) -> list[str]:

@@ -85,7 +85,7 @@ def of_four(tokens: int, make: torch.Generator) -> AttentionCall:
 
 @pytest.mark.parametrize("keeps", few(list(KEEPS), "tops"))
 def test_the_same_bits_beside_others(keeps: str) -> None:
-    """Of outputs, columns and positions: what a row attends to and who leaves it never depends on the batch."""
+    """A row's output, columns and kept positions do not depend on the other rows of the batch."""
     state, make = slot_state(spec_of(TEXT.format(KEEPS[keeps])), {}), torch.Generator().manual_seed(3)
     server = choose(state.spec, "triton", CPU, torch.float32)
     server.prefill(state, of_four(PROMPT, make))

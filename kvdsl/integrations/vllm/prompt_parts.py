@@ -18,6 +18,9 @@ from kvdsl.integrations.vllm.answer_step import Part
 _SIZE = 128
 """Tokens of a block of the copy: vLLM's own default on CPUs, and no slower than 32, 64 or 256."""
 
+_FASTER = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether vLLM's kernel is faster than torch's attention."""
+
 
 @dataclass(frozen=True)
 class PromptParts:
@@ -48,8 +51,7 @@ class PromptParts:
         """
         rows, length = slice(part.first, part.last), part.before + part.last - part.first
         own = table[part.request, : cdiv(length, self.blocks.shape[3])].tolist() if part.before else []
-        faster = torch.backends.cpu.get_cpu_capability() == "AVX512" and query.shape[-1] % 16 == 0
-        if self.sinks is not None or self.cap or faster:
+        if self.sinks is not None or self.cap or (_FASTER and query.shape[-1] % 16 == 0):
             keys, values = self._copy(length, own, key[rows], value[rows])
             self._read_as_vllm(query[rows], keys, values, length, output[rows])
             return

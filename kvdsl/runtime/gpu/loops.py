@@ -5,7 +5,7 @@ Loops that contain another are left out, because the inner one dominates their t
 code that a branch may skip does not count, such as the logit cap that most models lack.
 
 For NVIDIA it also counts round trips to memory. A warp issues its instructions in order and stops at the first one that needs what a load,
-an atomic or a copy to shared memory has not brought yet. So the count lets each of those take one unit, and all else no time.
+an atomic or a copy to shared memory has not brought yet. So each of those counts as one round trip, and everything else as none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Syntax:
             file (for AMD its number), line number. file: maps file numbers to names, if source lines contain numbers.
         always, maybe: names of unconditional and of conditional branches.
         loads: names of loads from global memory. widths: patterns and their bits, the first match counts; 32 bits without a match.
-        products, barrier: names of matrix products and of barriers. ordered: whether `Warp` understands its instructions.
+        products, barrier: names of matrix products and of barriers. ordered: whether `_Warp` understands its instructions.
     """
 
     label: str
