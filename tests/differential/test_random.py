@@ -27,6 +27,7 @@ POLICIES = (
     "full", "random", "window", "streaming_llm", "lazy_streaming", "h2o", "scissorhands", "scissorhands_window", "tova", "roco",
     "roco_easykv", "vatp_h2o", "vatp_scissorhands", "vatp_roco", "vatp_code", "knorm", "snapkv", "pyramidkv", "adakv", "sparcas",
     "quest", "roco_sparcas", "equip_streaming", "equip_h2o", "h2o_answer", "random_answer", "recent_answer",
+    "keydiff_answer", "lazy_answer", "rkv_answer",
 )  # fmt: skip
 TORCH_ONLY: tuple[str, ...] = ()
 BACKENDS = ("torch", "cpu")
@@ -149,6 +150,9 @@ _OBSERVED = Room((32, 33, 40, 64), (1, 9, 36, 50))  # the last 32 queries observ
 ROOM = {
     "h2o": Room(given={"recent": (1,)}),
     "h2o_answer": Room((2, 5, 12), given={"recent": (1,)}),
+    "keydiff_answer": Room((3, 5, 12)),  # of two keys both are as near to their mean
+    "lazy_answer": Room((2, 5, 12), given={"window": (1, 2)}),
+    "rkv_answer": Room((4, 8, 12), given={"window": (1, 2), "buffer": (2, 4)}),
     "random_answer": Room((1, 5, 12)),
     "recent_answer": Room((2, 5, 12)),
     "scissorhands": Room(given={"recent": (1,)}),

@@ -24,6 +24,9 @@ PARAMS: dict[str, dict[str, int]] = {
     "roco_sparcas": {"budget": 96, "tokens": 40, "dims": 6},
     "roco_easykv": {"generated": 12},
     "h2o_answer": {"budget": 12},
+    "keydiff_answer": {"budget": 12},
+    "lazy_answer": {"budget": 12, "window": 4},
+    "rkv_answer": {"budget": 12, "buffer": 4, "window": 4},
     "random_answer": {"budget": 12},
     "recent_answer": {"budget": 12},
 }
