@@ -31,21 +31,22 @@ def _given(policy: str) -> dict[str, int]:
 class Blocks:
     """Two requests in blocks, of which the first two are both prompts'."""
 
-    def __init__(self, policy: str, dtype: torch.dtype, blocks: torch.Tensor) -> None:
+    def __init__(self, policy: str, dtype: torch.dtype, blocks: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        size, dim = blocks.shape[3:]
         settings = Settings(policy, tuple(_given(policy).items()))
         assert settings.answers
-        self.lies = State.beside(page(settings, HEADS, DIM, dtype, layers=1, longest=100))
-        self.lies.check_fits(SIZE, HEADS * 2 * DIM * dtype.itemsize)
+        self.lies = State.beside(page(settings, HEADS, dim, dtype, layers=1, longest=100))
+        self.lies.check_fits(size, HEADS * 2 * dim * dtype.itemsize)
         state = settings.state(0, 1)
         state.column_index.ring_sizes = self.lies.ring_sizes
         self.numbers, self.rings = state.settings.resolve(torch.ones(1)).contiguous(), state.column_index.ring_rows()
         args = DecodeArgs(
-            batch=1, kv_heads=HEADS, group=GROUP, key_dim=DIM, value_dim=DIM, slots=self.lies.slots, tokens=1,
-            **strides_of(self.numbers), seed=state.seed, threads=1, scale=DIM**-0.5,
+            batch=1, kv_heads=HEADS, group=GROUP, key_dim=dim, value_dim=dim, slots=self.lies.slots, tokens=1,
+            **strides_of(self.numbers), seed=state.seed, threads=1, scale=dim**-0.5,
         )  # fmt: skip
         point(args, ring_rows=self.rings, params=self.numbers)
         self.blocks = blocks
-        self.answers = Answers(CpuBackend(settings.spec, CPU, dtype).kernel, args, blocks, self.lies.places)
+        self.answers = Answers(CpuBackend(settings.spec, CPU, dtype).kernel, args, blocks, self.lies.places, sinks)
 
     def held(self, block: int) -> list[list[int]]:
         """The places in the text that each KV head holds of an answer."""
@@ -111,3 +112,56 @@ def test_a_block_that_is_too_small_names_one_that_is_not() -> None:
     lies.check_fits(32, 160)
     with pytest.raises(KvdslError, match="of 16 tokens has 2560"):
         lies.check_fits(16, 160)
+
+
+LONG = (300, 290, 271, 141, 128, 5)
+"""Prompts of which the first five share 128 tokens, and the first three 256."""
+
+
+@pytest.mark.parametrize("sinks", [None, 0.5], ids=["", "sinks"])
+@pytest.mark.parametrize(("size", "dim"), [(16, 64), (64, 64), (48, 32), (32, 40), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_prompts_that_share_blocks_are_read_together(dtype: torch.dtype, size: int, dim: int, sinks: float | None) -> None:
+    """Exact attention, in float32 with the same bits as alone; what lies behind a prompt's end is not read."""
+    torch.manual_seed(2)
+    blocks_of = [-(-prompt // size) for prompt in LONG]
+    blocks = torch.full((sum(blocks_of) + 20, HEADS, 2, size, dim), torch.nan, dtype=dtype)
+    table, free = torch.zeros(len(LONG), max(blocks_of) + 3, dtype=torch.int32), iter(range(len(blocks)))
+    text = torch.randn(2, HEADS, max(LONG), dim).to(dtype)
+    keys, values = [], []
+    for request, prompt in enumerate(LONG):
+        shared = [256, 256, 256, 128, 128, 0][request] // size
+        own = torch.randn(2, HEADS, prompt, dim).to(dtype)
+        own[:, :, : shared * size] = text[:, :, : shared * size]
+        table[request, :shared] = table[0, :shared]
+        for number in range(shared if request else 0, blocks_of[request] + 2):
+            table[request, number] = next(free)
+        for place in range(prompt):
+            blocks[table[request, place // size], :, :, place % size] = own[:, :, place].transpose(0, 1)
+        keys.append(own[0])
+        values.append(own[1])
+    served = Blocks("recent_answer", dtype, blocks, None if sinks is None else torch.full((HEADS * GROUP,), sinks))
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    q, k, v = (torch.randn(len(LONG), heads, dim).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS))
+    place = torch.tensor(LONG)
+
+    def read(tokens: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        served.answers.decode_rows(table, (tokens, tokens, place[tokens], place[tokens]), q, k, v, out)
+        return out[tokens]
+
+    together = read(order)
+    alone = torch.cat([read(order[n : n + 1]) for n in range(len(order))])
+    near = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for n, request in enumerate(order.tolist()):
+        every, them = (
+            torch.cat([x[request].double(), y[request, :, None].double()], 1) for x, y in ((keys, k), (values, v))
+        )
+        logits = q[request].double().view(HEADS, GROUP, dim) @ every.mT * dim**-0.5
+        if sinks is not None:
+            logits = torch.cat([logits, torch.full((HEADS, GROUP, 1), sinks)], -1)
+        weights = logits.softmax(-1)[..., : every.shape[1]]
+        assert (together[n].double() - (weights @ them).flatten(0, 1)).abs().max() < near
+    if dtype == torch.float32:
+        assert torch.equal(together, alone)
+    assert (together.double() - alone.double()).abs().max() < near

@@ -5,12 +5,12 @@
 #include <kvdsl/args.hpp>
 #include <kvdsl/dtype.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
-#include "attend.hpp"
+#include "prompt_blocks.hpp"
 
 using namespace kvdsl;
 
@@ -39,61 +39,83 @@ namespace {
 
 const Dtype& dtype_of(int code) { return code == 0 ? float32 : code == 1 ? bfloat16 : float16; }
 
-int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // Attention to the prompts: log-sum-exps, [count, Hq], and outputs, [count, Hq, stride].
 struct Found {
   std::vector<float> lse, out;
   int64_t stride;
 };
 
+// Tokens whose prompts begin with the same blocks, which are read once for all of them.
+struct Together {
+  std::vector<int> tokens;
+  int common;  // tokens in these blocks, in whole chunks
+};
+
+// Returns how many tokens of whole chunks lie in the same blocks for both.
+int common_tokens(const Answers& a, int one, int other) {
+  const int32_t* const first = a.table + a.request[one] * a.table_stride;
+  const int32_t* const second = a.table + a.request[other] * a.table_stride;
+  const int64_t most = (a.prompt[one] < a.prompt[other] ? a.prompt[one] : a.prompt[other]) / a.block_size;
+  int64_t same = 0;
+  while (same < most && first[same] == second[same]) ++same;
+  return static_cast<int>(same * a.block_size / chunk * chunk);
+}
+
+// Sorts tokens by their prompts' blocks. There are enough sets for all threads.
+std::vector<Together> sets_of(const Answers& a) {
+  const int heads = a.plan->kv_heads, shares = a.count * heads / (2 * (a.threads > 1 ? a.threads : 1));
+  const int widest = 64 / a.plan->group, most = shares < 1 ? 1 : shares < widest ? shares : widest < 1 ? 1 : widest;
+  std::vector<int> order(a.count);
+  for (int i = 0; i < a.count; ++i) order[i] = i;
+  const auto row = [&](int i) { return a.table + a.request[i] * a.table_stride; };
+  std::sort(order.begin(), order.end(), [&](int i, int j) {
+    const auto [one, other] = std::mismatch(row(i), row(i) + a.prompt[i] / a.block_size, row(j), row(j) + a.prompt[j] / a.block_size);
+    const bool ends = one == row(i) + a.prompt[i] / a.block_size, other_ends = other == row(j) + a.prompt[j] / a.block_size;
+    return ends || other_ends ? (ends && !other_ends) || (ends && other_ends && i < j) : *one < *other;
+  });
+  std::vector<Together> sets;
+  for (const int i : order) {
+    const int same = sets.empty() ? 0 : std::min(common_tokens(a, sets.back().tokens[0], i), sets.back().common);
+    if (same > 0 && 2 * same >= sets.back().common && static_cast<int>(sets.back().tokens.size()) < most) {
+      sets.back().tokens.push_back(i), sets.back().common = same;
+    } else {
+      sets.push_back({{i}, static_cast<int>(a.prompt[i] / chunk * chunk)});
+    }
+  }
+  return sets;
+}
+
 struct Work {
-  std::vector<float> query, plain, scores, tops, totals;
-  std::vector<char> zeros;
+  PromptReader reader;
+  std::vector<const char*> queries;
+  std::vector<float> sinks;
   std::vector<int64_t> table;
 };
 
-// Attends to the prompt for the query heads of KV head h of token i.
-void attend_to_prompt(const Answers& a, int i, int h, Found& found, Work& w) {
+// Attends to the prompts for the query heads of KV head h of tokens that share blocks.
+void attend_to_prompts(const Answers& a, const Together& set, int h, Found& found, Work& w) {
   const DecodeArgs& p = *a.plan;
   const Dtype& type = dtype_of(a.dtype);
-  const int dim = p.key_dim, group = p.group, prompt = static_cast<int>(a.prompt[i]);
-  const int64_t row_bytes = int64_t{dim} * type.size, stride = found.stride, n = up(prompt, block), line = n + width;
-  const int64_t heads = (int64_t{i} * p.kv_heads + h) * group;
-  const int32_t* const table = a.table + a.request[i] * a.table_stride;
-  char* const base = a.blocks + h * a.head_bytes;
-  w.query.resize(group * stride), w.plain.resize(dim), w.scores.resize(group * line);
-  w.zeros.assign(row_bytes, 0), w.tops.resize(group);
-  for (int g = 0; g < group; ++g) w.tops[g] = a.sinks ? a.sinks[h * group + g] : -INFINITY;
-  const void* rows[block];
-  int32_t visible[block];
-  const auto find = [&](int from, int64_t offset) {
-    for (int r = 0; r < block; ++r) {
-      const int at = from + r;
-      visible[r] = -static_cast<int32_t>(at < prompt);
-      rows[r] = at < prompt ? base + table[at / a.block_size] * a.block_bytes + offset + (at % a.block_size) * row_bytes : w.zeros.data();
-    }
-  };
-  const char* const query = a.query + a.row[i] * a.query_stride + h * group * row_bytes;
-  for (int g = 0; g < group; ++g) type.read(query + g * row_bytes, dim, w.plain.data(), w.query.data() + g * stride);
-  for (int from = 0; from < n; from += block) {
-    find(from, 0);
-    type.dot(w.query.data(), stride, group, rows, nullptr, dim, w.scores.data() + from, line);
+  const int group = p.group;
+  const int64_t row_bytes = int64_t{p.key_dim} * type.size;
+  w.queries.clear(), w.sinks.clear();
+  for (const int i : set.tokens) {
     for (int g = 0; g < group; ++g) {
-      w.tops[g] = finish_scores(w.scores.data() + g * line + from, visible, p.scale, p.softcap, 0.0f, nullptr, w.tops[g]);
+      w.queries.push_back(a.query + a.row[i] * a.query_stride + (h * group + g) * row_bytes);
+      w.sinks.push_back(a.sinks ? a.sinks[h * group + g] : -INFINITY);
     }
   }
-  float* const out = found.out.data() + heads * stride;
-  std::fill_n(out, group * stride, 0.0f);
-  for (int g = 0; g < group; ++g) {
-    float total = exponentiate(w.scores.data() + g * line, static_cast<int>(n), w.tops[g]);
-    if (a.sinks) total += std::exp(a.sinks[h * group + g] - w.tops[g]);
-    found.lse[heads + g] = w.tops[g] + std::log(total);
-    for (int64_t at = 0; at < n; ++at) w.scores[g * line + at] /= total;
-  }
-  for (int from = 0; from < n; from += block) {
-    find(from, a.head_bytes / 2);
-    type.add(w.scores.data() + from, line, group, rows, nullptr, dim, out, stride);
+  w.reader.start(p, type, a.block_size, w.queries.data(), w.sinks.data(), static_cast<int>(w.queries.size()));
+  const auto prompt_of = [&](int i) {
+    return PromptBlocks{a.blocks + h * a.head_bytes, a.table + a.request[i] * a.table_stride, a.block_bytes, a.head_bytes / 2, row_bytes, a.block_size};
+  };
+  w.reader.read(prompt_of(set.tokens[0]), 0, set.common, 0, static_cast<int>(w.queries.size()));
+  int first = 0;
+  for (const int i : set.tokens) {
+    w.reader.read(prompt_of(i), set.common, static_cast<int>(a.prompt[i]), first, group);
+    const int64_t heads = (int64_t{i} * p.kv_heads + h) * group;
+    for (int g = 0; g < group; ++g) found.lse[heads + g] = w.reader.finish(first + g, found.out.data() + (heads + g) * found.stride);
+    first += group;
   }
 }
 
@@ -128,14 +150,16 @@ int step(const Answers& a, int i, const Found& found, Work& w) {
 extern "C" int kvdsl_answer(const Answers* a) {
   const DecodeArgs& p = *a->plan;
   const int64_t queries = int64_t{a->count} * p.kv_heads * p.group;
-  Found found{std::vector<float>(queries), {}, up(p.key_dim, pair)};
+  Found found{std::vector<float>(queries), {}, (p.key_dim + pair - 1) / pair * pair};
   found.out.resize(queries * found.stride);
+  const std::vector<Together> sets = sets_of(*a);
+  const int units = static_cast<int>(sets.size()) * p.kv_heads;
   int status = ok;
 #pragma omp parallel num_threads(a->threads) reduction(| : status) if (a->threads > 1)
   {
     static thread_local Work work;
 #pragma omp for schedule(dynamic, 1)
-    for (int unit = 0; unit < a->count * p.kv_heads; ++unit) attend_to_prompt(*a, unit / p.kv_heads, unit % p.kv_heads, found, work);
+    for (int unit = 0; unit < units; ++unit) attend_to_prompts(*a, sets[unit / p.kv_heads], unit % p.kv_heads, found, work);
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < a->count; ++i) status |= step(*a, i, found, work);
   }

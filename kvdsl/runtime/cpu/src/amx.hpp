@@ -103,6 +103,44 @@ inline void add_products(const Rows* left, const void* right, int64_t right_stri
   if constexpr (Blocks > 3) _tile_stored(3, place(3), sums_stride);
 }
 
+// sums[row][half * 16 + lane] = sum over i < n of left[row][i] * right[half][i][lane], for 16 rows and two halves of
+// `apart` pairs. right: [n / 2, 16, 2] each. `sums_stride` is in bytes.
+template <class Two>
+inline void add_columns(Rows left, const Two* right, int64_t apart, int n, float* sums, int64_t sums_stride) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int i = 0; i < n; i += at_once) {
+    _tile_loadd(4, static_cast<const bf16*>(left.first) + i, left.stride);
+    _tile_loadd(5, right + i / 2 * rows, row_bytes);
+    _tile_loadd(6, right + apart + i / 2 * rows, row_bytes);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+  }
+  _tile_stored(0, sums, sums_stride);
+  _tile_stored(1, sums + rows, sums_stride);
+}
+
+// Pairs up the numbers d to d + 32 of two rows. `low` receives the first four of every eight, `high` the others.
+template <class Two>
+inline void interleave(const void* one, const void* other, int d, Two* low, Two* high) {
+  const __m512i a = _mm512_loadu_si512(static_cast<const bf16*>(one) + d), b = _mm512_loadu_si512(static_cast<const bf16*>(other) + d);
+  _mm512_storeu_si512(low, _mm512_unpacklo_epi16(a, b));
+  _mm512_storeu_si512(high, _mm512_unpackhi_epi16(a, b));
+}
+
+// Sums over dims in the order of `interleave`, as a pair of bfloat16 rows.
+inline Pair in_pairs(const float* sums) {
+  const Floats low = load(sums), high = load(sums + rows);
+  return {__builtin_shufflevector(low, high, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+          __builtin_shufflevector(low, high, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31)};
+}
+
+// Rounds 32 numbers to bfloat16, in order.
+template <class Two>
+inline void round(const float* numbers, Two* to) {
+  _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(numbers + rows), _mm512_loadu_ps(numbers))));
+}
+
 #else
 
 constexpr bool lent() { return false; }
@@ -112,6 +150,13 @@ struct Configured {
 };
 template <int Blocks, bool FromZero>
 inline void add_products(const Rows*, const void*, int64_t, int, float*, int64_t) {}
+template <class Two>
+inline void add_columns(Rows, const Two*, int64_t, int, float*, int64_t) {}
+template <class Two>
+inline void interleave(const void*, const void*, int, Two*, Two*) {}
+inline Pair in_pairs(const float*) { return {}; }
+template <class Two>
+inline void round(const float*, Two*) {}
 
 #endif
 

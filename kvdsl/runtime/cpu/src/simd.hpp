@@ -169,16 +169,28 @@ inline bool any(Ints mask) {
   return found != 0;
 }
 
+// Lanes from half a run on, in place of its first half.
+template <int Half, std::size_t... Lane>
+inline Floats upper(Floats v, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(v, v, static_cast<int>(Lane < Half ? Lane + Half : Lane)...);
+}
+
+// Combines all lanes by halves.
+template <int Half, class Join>
+inline float reduced(Floats v, Join join) {
+  if constexpr (Half == 0) {
+    return v[0];
+  } else {
+    return reduced<Half / 2>(join(v, upper<Half>(v, std::make_index_sequence<width>{})), join);
+  }
+}
+
 inline float sum(Floats v) {
-  float total = 0;
-  for (int i = 0; i < width; ++i) total += v[i];
-  return total;
+  return reduced<width / 2>(v, [](Floats a, Floats b) { return a + b; });
 }
 
 inline float max(Floats v) {
-  float top = v[0];
-  for (int i = 1; i < width; ++i) top = v[i] > top ? v[i] : top;
-  return top;
+  return reduced<width / 2>(v, [](Floats a, Floats b) { return max(b, a); });
 }
 
 // Many sums at once. A fold adds the halves of every run of `Span` lanes, of a into the run's first half and of b into
