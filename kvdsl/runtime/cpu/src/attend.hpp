@@ -63,17 +63,14 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
   Floats sum[Heads * n] = {};
   for (int d = 0; d < dim; d += pair) {
     Pair k[n];
-    if (d + pair <= dim) {
-      for (int r = 0; r < n; ++r) k[r] = load_whole<T>(rows[r], d, dim);
-    } else {
-      for (int r = 0; r < n; ++r) k[r] = load_part<T>(rows[r], d, dim);
-    }
-    for (int g = 0; g < Heads; ++g) {
+    if (d + pair <= dim) unrolled<n>([&](auto r) { k[r] = load_whole<T>(rows[r], d, dim); });
+    else unrolled<n>([&](auto r) { k[r] = load_part<T>(rows[r], d, dim); });
+    unrolled<Heads>([&](auto g) {
       fetch<Heads, T>(next, d, g);
       const Floats a = once(load(q + g * q_stride + d)), b = once(load(q + g * q_stride + d + width));
-      for (int r = 0; r < n; ++r) sum[g * n + r] += a * k[r].a;
-      for (int r = 0; r < n; ++r) sum[g * n + r] += b * k[r].b;
-    }
+      unrolled<n>([&](auto r) { sum[g * n + r] += a * k[r].a; });
+      unrolled<n>([&](auto r) { sum[g * n + r] += b * k[r].b; });
+    });
   }
   float totals[Heads * n];
   sums<Heads * n>(sum, totals);

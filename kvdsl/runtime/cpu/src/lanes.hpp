@@ -56,23 +56,6 @@ inline Floats add_product(Floats sum, Bits a, Bits b) {
 #endif
 }
 
-// Calls body(0), body(1), ... with constants, so that what they index can stay in registers.
-template <class Body, int... I>
-[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, I...>, Body&& body) {
-  (body(std::integral_constant<int, I>{}), ...);
-}
-
-template <int Count, class Body>
-[[gnu::always_inline]] inline void unrolled(Body&& body) {
-  unrolled(std::make_integer_sequence<int, Count>{}, body);
-}
-
-// The same for all pairs of numbers.
-template <int Count, int Heads, class Body>
-[[gnu::always_inline]] inline void for_all(Body&& body) {
-  unrolled<Count>([&](auto i) { unrolled<Heads>([&](auto g) { body(i, g); }); });
-}
-
 // sums[i][g] += lanes(g) times number(i). Sums stay in registers, and so does the smaller of lanes and numbers; the
 // other passes through one more register. Nothing is read twice.
 template <int Heads, int Count, class V, class LanesOf, class NumberOf>

@@ -193,6 +193,23 @@ inline float max(Floats v) {
   return reduced<width / 2>(v, [](Floats a, Floats b) { return max(b, a); });
 }
 
+// Calls body(0), body(1), ... with constants, so that what they index can stay in registers.
+template <class Body, int... I>
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, I...>, Body&& body) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+
+template <int Count, class Body>
+[[gnu::always_inline]] inline void unrolled(Body&& body) {
+  unrolled(std::make_integer_sequence<int, Count>{}, body);
+}
+
+// The same for all pairs of numbers.
+template <int Count, int Heads, class Body>
+[[gnu::always_inline]] inline void for_all(Body&& body) {
+  unrolled<Count>([&](auto i) { unrolled<Heads>([&](auto g) { body(i, g); }); });
+}
+
 // Many sums at once. A fold adds the halves of every run of `Span` lanes, of a into the run's first half and of b into
 // its second. After log2(width) folds in pairs, every lane holds the total of another vector, in order.
 template <int Span, bool Upper, std::size_t... Lane>
@@ -212,7 +229,7 @@ template <int Span, int Left>
 inline void fold_all(Floats* v) {
   if constexpr (Span > 1) {
     constexpr int half = Left > 1 ? Left / 2 : 1;
-    for (int i = 0; i < half; ++i) v[i] = fold<Span>(v[i], v[Left > 1 ? i + half : i]);
+    unrolled<half>([&](auto i) { v[i] = fold<Span>(v[i], v[Left > 1 ? i + half : +i]); });
     fold_all<Span / 2, half>(v);
   }
 }
@@ -233,7 +250,7 @@ inline void sums(Floats* v, float* totals) {
     sums<Count - first>(v + first, totals + first);
   } else {
     fold_all<width, Count>(v);
-    for (int i = 0; i < Count; ++i) totals[i] = v[0][i * (width / Count)];
+    unrolled<Count>([&](auto i) { totals[i] = v[0][i * (width / Count)]; });
   }
 }
 
