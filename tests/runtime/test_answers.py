@@ -55,7 +55,9 @@ class Blocks:
         backend = CpuBackend(settings.spec, CPU, self.blocks.dtype)
         self.answers = Answers(backend.kernel, args, self.blocks, self.lies.places)
 
-    def decode(self, table: Tensor, request: Tensor, place: Tensor, prompt: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(
+        self, table: Tensor, request: Tensor, place: Tensor, prompt: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Decode a token of each of these requests: [requests, query_heads, dim]."""
         out = torch.empty_like(q)
         self.answers.decode_rows(table, (torch.arange(len(q)), request, place, prompt), q, k, v, out)

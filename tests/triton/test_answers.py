@@ -12,11 +12,11 @@ from kvdsl.runtime.gpu.answers import Answers, Room
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.gpu.lent import Behind
 from tests.quick import few
-from tests.runtime.test_answers import CPU, DIM, HEADS, POLICIES, SIZE, Blocks, compare, misplace
+from tests.runtime.test_answers import CPU, DIM, HEADS, POLICIES, Blocks, compare, misplace
 
 from .waits import Waits
 
-pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_blocks")]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 class OnGpus(Blocks):
@@ -33,9 +33,13 @@ class OnGpus(Blocks):
         self.answers.make_ready(_call(*(torch.zeros(1, n, DIM, dtype=self.blocks.dtype) for n in (HEADS * 3, HEADS, HEADS))))
         assert torch.equal(self.blocks.nan_to_num(), before.nan_to_num())
 
-    def decode(self, table: Tensor, request: Tensor, place: Tensor, prompt: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(
+        self, table: Tensor, request: Tensor, place: Tensor, prompt: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         table = torch.cat([table, torch.zeros_like(table[:1])])
-        request, place, prompt = (torch.cat([x, x.new_tensor([last])]) for x, last in ((request, len(table) - 1), (place, 0), (prompt, 0)))
+        request, place, prompt = (
+            torch.cat([x, x.new_tensor([last])]) for x, last in ((request, len(table) - 1), (place, 0), (prompt, 0))
+        )
         q, k, v = (torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (q, k, v))
         found, lse = map(torch.stack, zip(*(self._of_prompt(table[r], int(n), one) for r, n, one in zip(request, prompt, q, strict=True)),
                                           strict=True))  # fmt: skip
@@ -62,7 +66,7 @@ def _call(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
 
 
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16, torch.float16], torch.float32), ids=str)
-@pytest.mark.parametrize("policy", few(POLICIES, "h2o_answer"))
+@pytest.mark.parametrize("policy", few(POLICIES, "recent_answer"))
 def test_answers_behind_shared_prompts_are_those_of_caches_of_their_own(policy: str, dtype: torch.dtype) -> None:
     compare(policy, dtype, OnGpus)
 
@@ -85,5 +89,6 @@ class Watched(OnGpus):
         return out
 
 
+@pytest.mark.nightly
 def test_a_step_never_waits() -> None:
     compare("recent_answer", torch.float32, Watched)

@@ -84,7 +84,9 @@ class StepOnGpus:
     def of(cls, step: Step, known: Any) -> StepOnGpus:
         """Any step."""
         device, tables = known.seq_lens.device, known.block_table_tensor.contiguous()
-        found = [(part.first, part.last - part.first, part.request, part.before + part.last - part.first) for part in step.parts]
+        found = [
+            (part.first, part.last - part.first, part.request, part.before + part.last - part.first) for part in step.parts
+        ]
         for one in step.generated:
             found += [(row, 1, request, prompt) for row, request, prompt in zip(
                 one.row.tolist(), one.request.tolist(), one.prompt.tolist(), strict=True)]  # fmt: skip

@@ -69,7 +69,9 @@ class Prompts:
         out, lse, first = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32), 0
         for number, length in enumerate(segments.lengths):
             rows, read = slice(first, first + length), segments.read[number]
-            found = self._blocks[segments.table[number, :blocks]].permute(2, 1, 0, 3, 4).reshape(2, heads, 1, -1, dim).float()
+            found = (
+                self._blocks[segments.table[number, :blocks]].permute(2, 1, 0, 3, 4).reshape(2, heads, 1, -1, dim).float()
+            )
             keys, values = found.masked_fill((place >= read)[:, None], 0.0)
             q = query[rows].float().view(length, heads, -1, dim).permute(1, 2, 0, 3)
             logits = q @ keys.mT * self._scale
@@ -85,7 +87,7 @@ class Prompts:
 
 
 def _kernel(blocks: Tensor) -> Any:
-    """vLLM's kernel for these keys and values; None where none serves."""
+    """Return vLLM's kernel for these keys and values; None where none serves."""
     _, _, _, size, dim = blocks.shape
     if not current_platform.is_cuda() or blocks.dtype == torch.float32 or size % 16 or dim % 8:
         return None

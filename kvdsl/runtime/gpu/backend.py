@@ -201,7 +201,7 @@ class TritonBackend:
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(_OF_SOME), **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
-            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": layout.blocks if isinstance(layout, Blocks) else 0,
+            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size,
             "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
@@ -233,7 +233,7 @@ class TritonBackend:
         attends = arguments | dense | sizes.attend(rope, packed=state.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if isinstance(layout, Blocks):
-            yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
+            yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": layout.blocks}, TAKE_OPTIONS)
         yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
         if agrees:
             yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": False}, ALONE_OPTIONS)
@@ -288,7 +288,8 @@ class Workspace:
     Attributes:
         fits: what it was allocated for; see `fits`.
         tensors: by kernel argument.
-        splits, per_split: see `Sizes.splits`; one more split for a prompt beside the slots. pieces, per_piece: see `Sizes.pieces`. choosers: see `sizes.choosers`.
+        splits, per_split: see `Sizes.splits`; a prompt beside the slots is one split more. pieces, per_piece: see `Sizes.pieces`.
+        choosers: see `sizes.choosers`.
         width: dims of the sketch, 0 without one.
     """
 
