@@ -52,7 +52,7 @@ def serve(policy: str) -> dict[str, Any]:
         for name, text in named.items():
             found.add(name, text, wanted(NEW))
         check(policy, found.run(), named)
-        assert found.held.keys() == named.keys() == found.outputs.keys()
+        assert found.outputs.keys() == named.keys() <= found.held.keys()
         hits.append(found.outputs["a" if "a" in named else "b"].num_cached_tokens)
         assert nothing_is_lost(llm)
     return {

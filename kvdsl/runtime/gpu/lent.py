@@ -29,7 +29,7 @@ _MOVED_AT_ONCE = 1024
 
 
 class Behind(NamedTuple):
-    """What a step knows of requests beside their new tokens, one row each; the fields are arguments of kernels.
+    """A step's prompts and places, one row each; the fields are arguments of kernels.
 
     Attributes:
         beside: [rows, query_heads, value_dim], the new token's attention to the prompt alone.
