@@ -125,6 +125,7 @@ class AnswersOnGpus(AnswerAttention):
     """
 
     aligned = True
+    room: Any
 
     def _make(self, config: Any, sliding_window: int | None) -> None:
         from kvdsl.runtime.gpu.answers import Room
@@ -135,7 +136,7 @@ class AnswersOnGpus(AnswerAttention):
                 "CPUs"
             )
         device = torch.device(current_platform.device_type)
-        self._backend = choose(self._plan.settings.spec, "triton", device, self._dtype)
+        self._backend: Any = choose(self._plan.settings.spec, "triton", device, self._dtype)
         others = (getattr(layer, "impl", None) for layer in config.compilation_config.static_forward_context.values())
         rooms = (one.room for one in others if isinstance(one, AnswersOnGpus))
         self.room = next(rooms, None) or Room(config.scheduler_config.max_num_seqs)

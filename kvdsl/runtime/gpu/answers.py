@@ -24,7 +24,7 @@ class Room:
 
     Attributes:
         rows: how many requests a step may have.
-        tensors: of the state, by layer-independent shape. shared: workspaces, see `rows.Works`.
+        shared: workspaces, see `rows.Works`.
     """
 
     def __init__(self, rows: int) -> None:
@@ -82,6 +82,7 @@ class Answers:
             window=None, ring_sizes=ring_sizes, evicts=True, selects=False, even=False,
         )  # fmt: skip
         self._backend, self._state, self._most, self._real = backend, state, room.rows, found["real"]
+        self._behind = 1 + found["table"].shape[1]
         self._works = Works(backend, state, room.shared)
 
     def make_ready(self, call: AttentionCall) -> None:
@@ -93,7 +94,7 @@ class Answers:
         for nobody in of_nobody(self._most, call):
             query = nobody.query[:, :, 0]
             ints = torch.zeros(len(query), dtype=torch.int32, device=query.device)
-            tables = ints.new_zeros(len(query), 2 + self._state.layout.table.shape[1])
+            tables = ints.new_zeros(len(query), 1 + self._behind)
             lse = torch.zeros(query.shape[:2], device=query.device)
             self.decode(nobody, Behind(query, lse, tables, ints, ints, ints))
 

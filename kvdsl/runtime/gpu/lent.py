@@ -94,7 +94,7 @@ class Lent(Layout):
             "BEHIND_PAD": triton.next_power_of_2(behind), "BACK": back, "BLOCK": _MOVED_AT_ONCE,
         }  # fmt: skip
         grid = (1 + self._lies.columns, arguments["heads"], arguments["batch"])
-        return Launch(move, grid, arguments | own, MOVE_OPTIONS)
+        return Launch(move, grid, {**arguments, **own}, MOVE_OPTIONS)
 
 
 @triton.jit
