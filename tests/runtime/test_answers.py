@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
@@ -19,7 +20,8 @@ HEADS, GROUP, DIM, SIZE, KEPT = 2, 3, 40, 8, 6
 PROMPTS = (21, 16)
 """Tokens of two prompts, of which the first 16 are the same."""
 
-TOKENS = 20
+TOKENS, LATER = 20, 5
+POLICIES = ("h2o_answer", "keydiff_answer", "lazy_answer", "random_answer", "recent_answer", "rkv_answer", "roco_easykv")
 CPU = torch.device("cpu")
 
 
@@ -29,14 +31,23 @@ def _given(policy: str) -> dict[str, int]:
 
 
 class Blocks:
-    """Two requests in blocks, of which the first two are both prompts'."""
+    """A layer's answers in blocks."""
 
-    def __init__(self, policy: str, dtype: torch.dtype, blocks: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        size, dim = blocks.shape[3:]
+    aligned = False
+
+    def __init__(self, policy: str, blocks: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         settings = Settings(policy, tuple(_given(policy).items()))
         assert settings.answers
-        self.lies = State.beside(page(settings, HEADS, dim, dtype, layers=1, longest=100))
-        self.lies.check_fits(size, HEADS * 2 * dim * dtype.itemsize)
+        size, dim = blocks.shape[3:]
+        found = page(settings, HEADS, dim, blocks.dtype, layers=1, longest=100, aligned=self.aligned)
+        self.lies = State.beside(found)
+        self.lies.check_fits(size, HEADS * 2 * dim * blocks.dtype.itemsize)
+        self.blocks, self.sinks = blocks, sinks
+        self.make(settings)
+
+    def make(self, settings: Settings) -> None:
+        """Make what serves."""
+        dim = self.blocks.shape[4]
         state = settings.state(0, 1)
         state.column_index.ring_sizes = self.lies.ring_sizes
         self.numbers, self.rings = state.settings.resolve(torch.ones(1)).contiguous(), state.column_index.ring_rows()
@@ -45,8 +56,16 @@ class Blocks:
             **strides_of(self.numbers), seed=state.seed, threads=1, scale=dim**-0.5,
         )  # fmt: skip
         point(args, ring_rows=self.rings, params=self.numbers)
-        self.blocks = blocks
-        self.answers = Answers(CpuBackend(settings.spec, CPU, dtype).kernel, args, blocks, self.lies.places, sinks)
+        backend = CpuBackend(settings.spec, CPU, self.blocks.dtype)
+        self.answers = Answers(backend.kernel, args, self.blocks, self.lies.places, self.sinks)
+
+    def decode(
+        self, table: Tensor, request: Tensor, place: Tensor, prompt: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Decode a token of each of these requests: [requests, query_heads, dim]."""
+        out = torch.empty_like(q)
+        self.answers.decode_rows(table, (torch.arange(len(q)), request, place, prompt), q, k, v, out)
+        return out
 
     def held(self, block: int) -> list[list[int]]:
         """The places in the text that each KV head holds of an answer."""
@@ -56,21 +75,20 @@ class Blocks:
         return [sorted(head[head >= 0].tolist()) for head in position]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "policy", ["h2o_answer", "keydiff_answer", "lazy_answer", "random_answer", "recent_answer", "rkv_answer", "roco_easykv"]
-)
-def test_answers_behind_shared_prompts_are_those_of_caches_of_their_own(policy: str, dtype: torch.dtype) -> None:
+def compare(policy: str, dtype: torch.dtype, served_by: type[Blocks]) -> None:
+    """That two requests, the second of which begins its answer later, are what each is in a cache of its own.
+
+    The first two blocks are both prompts'.
+    """
     torch.manual_seed(1)
     blocks = torch.full((12, HEADS, 2, SIZE, DIM), torch.nan, dtype=dtype)
-    table = torch.tensor([[3, 1, 9, 7, 2], [3, 1, 5, 0, 0]], dtype=torch.int32)  # of the first: prompt, state, answer
-    table[1, 3] = 10
+    table = torch.tensor([[3, 1, 9, 7, 2, 4], [3, 1, 5, 10, 6, 0]], dtype=torch.int32)  # of the first: prompt, state, answer
     vectors = [torch.randn(2, 3, HEADS, PROMPTS[0] + TOKENS, DIM, dtype=torch.float64).to(dtype) for _ in range(2)]
     keys, values = (torch.stack([vectors[0][r, n] for r in range(2)]) for n in (0, 1))
     for x in (keys, values):
         x[1, :, :16] = x[0, :, :16]
     queries = torch.randn(2, HEADS * GROUP, PROMPTS[0] + TOKENS, DIM, dtype=torch.float64).to(dtype)
-    served = Blocks(policy, dtype, blocks)
+    served = served_by(policy, blocks)
     spec = kvdsl.load(policy).spec
     alone, caches = CpuBackend(spec, CPU, dtype), []
     for request, prompt in enumerate(PROMPTS):
@@ -80,29 +98,38 @@ def test_answers_behind_shared_prompts_are_those_of_caches_of_their_own(policy: 
         for place in range(prompt):
             block = blocks[table[request, place // SIZE]]
             block[:, 0, place % SIZE], block[:, 1, place % SIZE] = k[:, place], v[:, place]
-    for token in range(TOKENS):
-        place = torch.tensor(PROMPTS) + token
-        q, k, v = (torch.stack([x[r, :, place[r]] for r in range(2)]) for x in (queries, keys, values))
-        out = torch.empty_like(q)
-        served.answers.decode_rows(
-            table, (torch.tensor([0, 1]), torch.tensor([0, 1]), place, torch.tensor(PROMPTS)), q, k, v, out
-        )
-        for r, cache in enumerate(caches):
+    for step in range(TOKENS):
+        asked = torch.arange(2 if step >= LATER else 1)
+        prompt = torch.tensor(PROMPTS)[asked]
+        place = prompt + step - LATER * asked
+        q, k, v = (torch.stack([x[r, :, place[r]] for r in asked]) for x in (queries, keys, values))
+        out = served.decode(table, asked, place, prompt, q, k, v)
+        for r in asked.tolist():
             call = AttentionCall(q[r, None, :, None], k[r, None, :, None], v[r, None, :, None], None, DIM**-0.5)
-            expected = alone.decode(cache, call)[0, 0]
+            expected = alone.decode(caches[r], call)[0, 0]
             assert torch.allclose(out[r].float(), expected.float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
-            kept = [sorted(head[head >= PROMPTS[r]].tolist()) for head in cache.position[0]]
+            kept = [sorted(head[head >= PROMPTS[r]].tolist()) for head in caches[r].position[0]]
             assert served.held(int(table[r, -(-PROMPTS[r] // SIZE)])) == kept
     assert max(len(head) for head in kept) in (KEPT, KEPT + 1)  # one more may wait for the next prune
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_behind_shared_prompts_are_those_of_caches_of_their_own(policy: str, dtype: torch.dtype) -> None:
+    compare(policy, dtype, Blocks)
+
+
 def test_an_answer_that_is_not_where_it_should_be_is_refused() -> None:
-    blocks = torch.zeros(4, HEADS, 2, SIZE, DIM)
-    served = Blocks("recent_answer", torch.float32, blocks)
-    q, k = torch.zeros(1, HEADS * GROUP, DIM), torch.zeros(1, HEADS, DIM)
-    which = (torch.tensor([0]), torch.tensor([0]), torch.tensor([9]), torch.tensor([5]))
     with pytest.raises(KvdslError):
-        served.answers.decode_rows(torch.tensor([[1, 2, 3]], dtype=torch.int32), which, q, k, k, torch.empty_like(q))
+        misplace(Blocks)
+
+
+def misplace(served_by: type[Blocks]) -> None:
+    """Have an answer's fifth token read without those before it."""
+    served = served_by("recent_answer", torch.zeros(5, HEADS, 2, SIZE, DIM))
+    q, k = torch.zeros(1, HEADS * GROUP, DIM), torch.zeros(1, HEADS, DIM)
+    request, place, prompt = (torch.tensor([number]) for number in (0, 9, 5))
+    served.decode(torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), request, place, prompt, q, k, k)
 
 
 def test_a_block_that_is_too_small_names_one_that_is_not() -> None:
@@ -140,7 +167,7 @@ def test_prompts_that_share_blocks_are_read_together(dtype: torch.dtype, size: i
             blocks[table[request, place // size], :, :, place % size] = own[:, :, place].transpose(0, 1)
         keys.append(own[0])
         values.append(own[1])
-    served = Blocks("recent_answer", dtype, blocks, None if sinks is None else torch.full((HEADS * GROUP,), sinks))
+    served = Blocks("recent_answer", blocks, None if sinks is None else torch.full((HEADS * GROUP,), sinks))
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     q, k, v = (torch.randn(len(LONG), heads, dim).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS))
     place = torch.tensor(LONG)

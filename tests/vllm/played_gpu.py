@@ -15,12 +15,12 @@ import torch
 import vllm.platforms
 
 import kvdsl.integrations.vllm.attention as attention
-from kvdsl.integrations.vllm import backend, register
+from kvdsl.integrations.vllm import answers_on_gpus, backend, register  # noqa: F401 - before a GPU is played, see `hopper`
 from tests.vllm import conftest  # noqa: F401 - how the engine runs
 
 
 def hopper() -> Any:
-    """A platform that says of itself what an H100 would. `backend` comes first: for GPUs vLLM would want more of its own kernels."""
+    """A platform that says of itself what an H100 would. kvdsl's modules come first: for GPUs vLLM would want more of its own kernels."""
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")  # a release for CPUs has none
     from vllm.platforms.cuda import CudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -47,15 +47,16 @@ def chosen(policy: str | None, named: str | None) -> dict[str, Any]:
         found = {
             get_attn_backend(64, torch.bfloat16, "auto", has_sink=sink, has_sliding_window=window) for sink, window in kinds
         }
-        served = None if policy is None else _layer()
-    return {"attention": sorted(one.__name__ for one in found), "ours": backend.PolicyBackend in found, "served": served}
+        ours = all(one.__module__.startswith("kvdsl.") for one in found)
+        served = _layer(next(iter(found)).get_impl_cls()) if ours else None
+    return {"attention": sorted(one.__name__ for one in found), "ours": ours, "served": served}
 
 
-def _layer() -> list[str]:
+def _layer(cls: type[Any]) -> list[str]:
     """A layer is made where tensors are made on the device, whose tensors can be neither read nor seen here."""
     with torch.device("meta"), mock.patch.object(attention, "get_tensor_model_parallel_rank", lambda: 0):
-        made = attention.PolicyAttention(8, 64, 0.125, 4)
-    return [type(made._backend).__name__, type(made.caches).__name__]
+        made = cls(8, 64, 0.125, 4)
+    return [type(made._backend).__name__, type(made.caches if hasattr(made, "caches") else made.room).__name__]
 
 
 if __name__ == "__main__":

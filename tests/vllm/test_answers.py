@@ -46,8 +46,8 @@ SIZE = 16
 def engine(policy: str | None, at_once: int = 96, model: Path | None = None, dtype: str = "float32", **more: Any) -> LLM:
     asked = {} if policy is None else {"additional_config": {"kvdsl": {"policy": policy, **params(policy)}}}
     return LLM(
-        str(model or reference_model_path()), dtype=dtype, max_num_batched_tokens=at_once, max_num_seqs=8,
-        **{"max_model_len": 512, "enforce_eager": True, "block_size": SIZE if policy else 2 * SIZE, **asked, **more},
+        str(model or reference_model_path()), dtype=dtype, max_num_batched_tokens=at_once,
+        **{"max_num_seqs": 8, "max_model_len": 512, "enforce_eager": True, "block_size": SIZE if policy else 2 * SIZE, **asked, **more},
     )  # fmt: skip
 
 
@@ -125,12 +125,17 @@ def check(policy: str, served: Served, texts: dict[str, list[int]], model: Any =
     """That log-probabilities and what is held of an answer are those of the request alone."""
     for name, text in texts.items():
         answer = served.outputs[name].outputs[0]
-        tokens = list(answer.token_ids)
-        found = [step[token].logprob for token, step in zip(tokens, answer.logprobs, strict=True)]
-        expected, _ = alone(policy, text, tokens, model)
-        assert np.abs(np.array(found) - expected).max() < near, name
+        assert farthest(answer, text, policy, model) < near, name
         if name in served.held:
-            compare_held(policy, text, tokens, served.held[name], model or reference()[0])
+            compare_held(policy, text, list(answer.token_ids), served.held[name], model or reference()[0])
+
+
+def farthest(answer: Any, text: list[int], policy: str, model: Any = None) -> float:
+    """How much a log-probability of an answer differs from transformers' at most."""
+    tokens = list(answer.token_ids)
+    found = [step[token].logprob for token, step in zip(tokens, answer.logprobs, strict=True)]
+    expected, _ = alone(policy, text, tokens, model)
+    return float(np.abs(np.array(found) - expected).max())
 
 
 def compare_held(
@@ -298,10 +303,7 @@ def test_several_answers_and_stop_strings(served: tuple[str, LLM]) -> None:
     llm.reset_prefix_cache()
     three = SamplingParams(n=3, max_tokens=24, temperature=1.0, seed=None, logprobs=0, ignore_eos=True)
     out = llm.generate([{"prompt_token_ids": drawn(47)}], three, use_tqdm=False)[0]
-    for one in out.outputs:
-        expected, _ = alone(policy, drawn(47), list(one.token_ids))
-        found = [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-        assert np.abs(np.array(found) - expected).max() < NEAR
+    assert all(farthest(one, drawn(47), policy) < NEAR for one in out.outputs)
     (whole,) = llm.generate([{"prompt_token_ids": drawn(9)}], wanted(), use_tqdm=False)
     text = whole.outputs[0].text
     end = text[len(text) // 2 : len(text) // 2 + 4]
@@ -408,10 +410,7 @@ def test_requests_with_an_adapter_share_prompts_among_themselves(tmp_path: Path)
 
 
 def _compare_alone(policy: str, text: list[int], out: Any, model: Any = None) -> None:
-    answer = out.outputs[0]
-    expected, _ = alone(policy, text, list(answer.token_ids), model)
-    thought = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
-    assert np.abs(np.array(thought) - expected).max() < NEAR
+    assert farthest(out.outputs[0], text, policy, model) < NEAR
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

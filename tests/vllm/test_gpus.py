@@ -1,4 +1,4 @@
-"""What vLLM takes on GPUs, one of which is played: how it serves there, `test_rows` has."""
+"""What vLLM takes on GPUs, one of which is played: how it serves there, `test_rows` and `test_answers_on_gpus` have."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from kvdsl.files import resource
 from tests.vllm.test_rows import told
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
-def test_a_policy_is_attention_whatever_vllm_would_take(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "attention", "room"),
+    [
+        ("h2o", "PolicyBackend", "InRows"),
+        ("streaming_llm", "PolicyBackend", "InRows"),
+        ("h2o_answer", "AnswerBackendOnGpus", "Room"),
+    ],
+)
+def test_a_policy_is_attention_whatever_vllm_would_take(policy: str, attention: str, room: str) -> None:
     found = told("tests.vllm.played_gpu", policy)
-    assert found == {"attention": ["PolicyBackend"], "ours": True, "served": ["TritonBackend", "InRows"]}
+    assert found == {"attention": [attention], "ours": True, "served": ["TritonBackend", room]}
 
 
 def test_a_step_that_vllm_makes_up_has_nobodys_tokens() -> None:
@@ -34,7 +41,6 @@ def test_who_asks_for_none_has_vllms() -> None:
     ("words", "why"),
     [
         (("h2o", "TRITON_ATTN"), "this configuration has chosen TRITON_ATTN: leave --attention-backend out"),
-        (("h2o_answer",), "prompts that requests share are served on CPUs so far"),
         ((str(resource("policies", "gallery", "rocketkv.kv")),), "there are no Triton kernels for `select` by `pages`"),
     ],
 )

@@ -40,6 +40,7 @@ def register() -> None:
 
 
 def _register_caches() -> None:
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -53,7 +54,8 @@ def _register_caches() -> None:
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
     KVCacheSpecRegistry.register(AnswerSpec, manager_class=AnswerManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(WindowSpec, manager_class=WindowManager, uniform_type_base_spec=SlidingWindowSpec)
-    for name, where in ((NAME, "backend.PolicyBackend"), (ANSWERS, "answers.AnswerBackend")):
+    answers = "answers.AnswerBackend" if current_platform.is_cpu() else "answers_on_gpus.AnswerBackendOnGpus"
+    for name, where in ((NAME, "backend.PolicyBackend"), (ANSWERS, answers)):
         if name not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
             register_backend(name, f"kvdsl.integrations.vllm.{where}")
 

@@ -26,17 +26,19 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
+from kvdsl.runtime.state.slots import SlotState
 
 
-def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype) -> State:
-    """Return the layout of an answer's state in its block."""
-    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest))
+def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype, *, aligned: bool) -> State:
+    """Return the layout of an answer's state in its block; `aligned`: see `page`."""
+    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest, aligned=aligned))
 
 
 class AnswerAttention(AttentionImpl):  # type: ignore[misc]
     """See vLLM's `AttentionImpl`.
 
     Attributes:
+        aligned: whether an answer has slots as an accelerator needs them.
         number: the layer's, known from the first step on.
 
     Raises:
@@ -45,6 +47,8 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
 
     plan: ClassVar[Plan | None] = None
     """This process's: vLLM reads the cache's size where no configuration is set."""
+
+    aligned: ClassVar[bool] = False
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -75,23 +79,20 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self._dtype, self._cap, self._sinks = config.model_config.dtype, logits_soft_cap or 0.0, sinks
         self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        self._windowed = None
+        self._make(config, sliding_window)
+
+    def _make(self, config: Any, sliding_window: int | None) -> None:
+        """Make what serves the layer."""
         texts = Texts.of(config)
         self._tracing = None if texts is None else texts.tracing
-        self._windowed = None
         if sliding_window is not None:
             self._windowed = CPUAttentionBackendImpl(
-                num_heads,
-                head_size,
-                scale,
-                self.num_kv_heads,
-                None,
-                sliding_window,
-                kv_cache_dtype,
-                logits_soft_cap,
-                sinks=sinks,
-            )
+                self.num_heads, self.head_size, self.scale, self.num_kv_heads, None, sliding_window, self.kv_cache_dtype,
+                self._cap or None, sinks=self._sinks,
+            )  # fmt: skip
             return
-        backend = choose(plan.settings.spec, "cpu", torch.device("cpu"), self._dtype)
+        backend = choose(self._plan.settings.spec, "cpu", torch.device("cpu"), self._dtype)
         assert isinstance(backend, CpuBackend)
         self._kernel = backend.kernel
         self._told: Answers | None = None
@@ -131,16 +132,22 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
             self._tracing.layer_is_done(self.number, self._held, step)
         return output
 
-    def _tell(self, layer: int, cache: Tensor) -> None:
-        """Prepare the kernel's call: what does not change between steps."""
+    def _find(self, layer: int, cache: Tensor) -> SlotState:
+        """Note where things lie in the layer's blocks. Return an empty state of it."""
         count, heads, size, width = cache.shape
         assert cache.is_contiguous() and (heads, width) == (self.num_kv_heads, 2 * self.head_size)
         self.number, self._blocks = layer, cache.view(count, heads, 2, size, self.head_size)
-        self._parts = PromptParts(self._blocks, self.scale, self._cap, self._sinks)
-        self._lies = state_of(self._plan, heads, self.head_size, self._dtype)
+        self._lies = lies = state_of(self._plan, heads, self.head_size, self._dtype, aligned=self.aligned)
         state = self._plan.settings.state(layer, self._plan.layers)
-        state.column_index.ring_sizes = self._lies.ring_sizes
+        state.column_index.ring_sizes = lies.ring_sizes
         self._index = state.column_index
+        self._counted = Lies(lies.places["seen"], lies.places["position"], heads, lies.slots, 1 + cdiv(lies.slots, size))
+        return state
+
+    def _tell(self, layer: int, cache: Tensor) -> None:
+        """Prepare the kernel's call: what does not change between steps."""
+        state, heads = self._find(layer, cache), self.num_kv_heads
+        self._parts = PromptParts(self._blocks, self.scale, self._cap, self._sinks)
         self._rings, self._numbers = state.column_index.ring_rows(), state.settings.resolve(torch.ones(1)).contiguous()
         args = DecodeArgs(
             batch=1, kv_heads=heads, group=self.num_heads // heads, key_dim=self.head_size, value_dim=self.head_size,
@@ -150,7 +157,6 @@ class AnswerAttention(AttentionImpl):  # type: ignore[misc]
         point(args, ring_rows=self._rings, params=self._numbers)
         places = self._lies.places
         self._told = Answers(self._kernel, args, self._blocks, places, self._sinks)
-        self._counted = Lies(places["seen"], places["position"], heads, self._lies.slots, 1 + cdiv(self._lies.slots, size))
         self._undo = Guesses(self._blocks, places["position"], self._lies.slots, self._guesses)
 
     def _decode(self, generated: Generated, table: Tensor, *vectors: Tensor) -> None:

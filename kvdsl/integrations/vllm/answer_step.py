@@ -115,11 +115,13 @@ class Sorter:
     def __init__(self, size: int, evictions: Evictions, texts: Texts | None) -> None:
         self._size, self._evictions, self._texts = size, evictions, texts
         self._read: dict[int, int] = {}
-        """By the block of an answer's state: how many tokens its request has read, guesses included."""
+        """By the block of an answer's state: how many tokens its request has read, guesses included. On GPUs, where vLLM does not guess,
+        not all steps are sorted.
+        """
 
     def sort(self, known: Any) -> Step:
         """Sort by vLLM's `CommonAttentionMetadata`, which has the prompts' lengths."""
-        table, ends = known.block_table_tensor, known.rswa_prefix_lens
+        table, ends = known.block_table_tensor.cpu(), known.rswa_prefix_lens.cpu()
         assert table.stride(1) == 1 and table.dtype == torch.int32
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
         places = (-(-ends.long() // self._size)).clamp(max=table.shape[1] - 1)
@@ -135,7 +137,7 @@ class Sorter:
             behind = max(first, min(last, first + one.prompt - before))  # the first row behind the prompt
             if behind > first:
                 parts.append(Part(first, behind, before, request))
-            if before > one.prompt and self._read[one.state] > before:
+            if before > one.prompt and self._read.get(one.state, 0) > before:
                 rejected.append((one.state, self._read[one.state] - before))
             if last > behind:
                 self._read[one.state] = one.read

@@ -51,7 +51,7 @@ class AnswerBackend(OwnBackend):
             return WindowSpec.of(spec)
         plan = Plan.of(get_current_vllm_config_or_none()) or AnswerAttention.plan
         assert plan is not None
-        state = state_of(plan, spec.num_kv_heads, spec.head_size, spec.dtype)
+        state = state_of(plan, spec.num_kv_heads, spec.head_size, spec.dtype, aligned=cls.get_impl_cls().aligned)
         state.check_fits(spec.block_size, spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize)
         return AnswerSpec.of(spec, state.slots)
 

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.releases import NAME, TEXTS
+from kvdsl.integrations.vllm.releases import ANSWERS, NAME, TEXTS
 from kvdsl.integrations.vllm.request_marks import KEY, request_marks
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
 
@@ -101,17 +101,12 @@ def _name(config: Any) -> None:
     from kvdsl.integrations.vllm.releases import refuse_release
 
     refuse_release(vllm.__version__)
-    if settings.answers:
-        raise KvdslError(
-            f"{settings.spec.name} keeps prompts whole, and prompts that requests share are served on CPUs so far: serve a policy with a "
-            f"budget in tokens (h2o, roco)"
-        )
     if settings.spec.reads_chats:
         raise KvdslError(
             f"{settings.spec.name} reads spans, turns or tokens, which is served in vLLM on CPUs so far: serve h2o or roco, or use "
             f"`kvdsl.chat` with transformers"
         )
-    ours, attention = AttentionBackendEnum[NAME], config.attention_config
+    ours, attention = AttentionBackendEnum[ANSWERS if settings.answers else NAME], config.attention_config
     named = (attention.backend, *attention.backend_per_kind.values())
     other = next((found for found in named if found not in (None, ours)), None)
     if other is not None:
@@ -122,5 +117,6 @@ def _name(config: Any) -> None:
     if attention.backend is None:
         attention.backend = ours
         logging.getLogger("vllm.kvdsl").warning(
-            "kvdsl has run in vLLM on one GPU so far, an H200, and for minutes: compare some answers with those of transformers"
+            "kvdsl has run in vLLM on one GPU so far, an H200, and for minutes%s: compare some answers with those of transformers",
+            ", but never over shared prompts" if settings.answers else "",
         )

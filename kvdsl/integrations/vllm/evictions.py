@@ -92,7 +92,8 @@ class Evictions:
 
         Args:
             kv_cache: the layer's blocks.
-            lies: where they show what is held; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
+            lies: where they show what is held; None for a layer that the policy does not serve, or whose pages do not lie in blocks. On a
+                GPU nothing is counted, since that would wait for the device.
         """
         self._done.append((kv_cache, lies))
         if len(self._done) == self.layers:
@@ -101,7 +102,7 @@ class Evictions:
 
     def _count(self, step: Left) -> None:
         blocks = self._done[0][0].shape[0]
-        policys = {lies for _, lies in self._done if lies is not None}
+        policys = {lies for cache, lies in self._done if lies is not None and cache.is_cpu}
         if len(self._counted) != blocks:
             self._counted = torch.zeros(blocks, dtype=torch.int64)
             request = sum(_stride(cache) * (1 if lies is None else lies.blocks) for cache, lies in self._done)

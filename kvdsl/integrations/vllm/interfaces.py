@@ -45,7 +45,8 @@ USED: dict[str, dict[str, str]] = {
         "AttentionBackend.get_supported_kernel_block_sizes": "",
         "AttentionImpl": "",
         "AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
-        "CommonAttentionMetadata": "query_start_loc_cpu seq_lens block_table_tensor max_query_len is_prefilling rswa_prefix_lens",
+        "CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens block_table_tensor max_query_len max_seq_len "
+        "is_prefilling rswa_prefix_lens",
     },
     _REGISTRY: {"AttentionBackendEnum.CPU_ATTN": "", "register_backend": ""},
     "vllm.v1.attention.selector": {"_cached_get_attn_backend.cache_clear": ""},
@@ -55,6 +56,7 @@ USED: dict[str, dict[str, str]] = {
         "CPUAttentionMetadataBuilder": "",
         "_get_attn_isa": "dtype block_size head_size",
     },
+    "vllm.v1.attention.backends.fa_utils": {"get_flash_attn_version": "head_size"},
     "vllm.exceptions": {"VLLMValidationError": ""},
     "vllm.tokenizers": {"cached_tokenizer_from_config": "model_config"},
     "vllm.v1.engine.input_processor": {"InputProcessor.process_inputs": ""},

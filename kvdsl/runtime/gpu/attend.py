@@ -14,6 +14,8 @@ Under compact positions (TURNS) the kernel rotates keys as it reads them, in pai
 
 With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.layout`.
 
+With BESIDE, the last split attends to nothing: it takes over attention to tokens without slots; see `kvdsl.runtime.gpu.lent`.
+
 KV is the cache's `kv_dtype`; see `kvdsl.runtime.gpu.packed`. In `int4` a Hadamard matrix mixes keys and values: the kernel mixes the
 query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score NaN, so such a query
 is multiplied by plain keys instead.
@@ -55,6 +57,8 @@ def attend(
     half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the rotated halves of the keys
     slopes,  # [H * G] float32: if BIASED, subtracted from a logit per position between token and query
     angles,  # float32: cosines and sines of rotations, see `kvdsl.runtime.angles.digits`
+    beside,  # [B, H * G, E]: if BESIDE, attention to tokens that have no slots
+    beside_lse,  # [B, H * G] float32: the log-sum-exp of their logits
     slots,
     scaling,
     softcap,  # 0: none
@@ -83,12 +87,19 @@ def attend(
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     DOT: tl.constexpr,  # dtype of matrix products: the model's, or float32 in the interpreter, which lacks bfloat16
     PRECISION: tl.constexpr,  # input precision of float32 matrix products
+    BESIDE: tl.constexpr,  # whether the last split is attention that is known already
 ):
     """Attend over one split of one KV head of one row. The grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     own_row = ops.row_of(which, row, SOME)
     pair, own_pair = (row * heads + head).to(tl.int64), (own_row * heads + head).to(tl.int64)
+    sharing = splits  # programs that share the slots
+    if BESIDE:
+        sharing -= 1
+        if split == sharing:
+            _take_known(beside, beside_lse, part, top, total, first_free, held, pair, split, splits, G, G_PAD, E, E_PAD)
+            return
     begin = tl.load(first_rows + own_pair)
     keys += begin * packed.row(D, KV)
     values += begin * packed.row(E, KV)
@@ -121,7 +132,7 @@ def attend(
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
     reach = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot never exceeds its position
-    per_split = tl.cdiv(tl.cdiv(reach, splits), BLOCK) * BLOCK
+    per_split = tl.cdiv(tl.cdiv(reach, sharing), BLOCK) * BLOCK
     first = split * per_split
     for start in range(first, tl.minimum(first + per_split, reach), BLOCK):
         i = start + lane
@@ -210,6 +221,35 @@ def attend(
     tl.store(top + mine, best, mask=g < G)
     tl.store(total + mine, weight, mask=g < G)
     tl.store(part + mine[:, None] * E + e[None, :], acc, mask=(g[:, None] < G) & (e[None, :] < E))
+
+
+@triton.jit
+def _take_known(
+    beside,
+    beside_lse,
+    part,
+    top,
+    total,
+    first_free,
+    held,
+    pair,
+    split,
+    splits,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    """Make a split of attention that is known already. It has no slots."""
+    g, e = tl.arange(0, G_PAD), tl.arange(0, E_PAD)
+    tl.store(first_free + pair * splits + split, ops.INT_MAX)
+    tl.store(held + pair * splits + split, 0)
+    mine = (pair * splits + split) * G + g
+    tl.store(top + mine, tl.load(beside_lse + pair * G + g, mask=g < G, other=0.0), mask=g < G)
+    tl.store(total + mine, tl.full([G_PAD], 1.0, tl.float32), mask=g < G)
+    there = (g[:, None] < G) & (e[None, :] < E)
+    known = tl.load(beside + (pair * G + g[:, None]) * E + e[None, :], mask=there, other=0.0)
+    tl.store(part + mine[:, None] * E + e[None, :], known.to(tl.float32), mask=there)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ A decode step launches `attend` and `settle` per layer and token. Further launch
 - a selection adds `look` and `choose`, and `vote` if heads choose together;
 - a hard cap adds `make_room`;
 - heads that agree on victims add `agree`, twice under a hard cap;
-- slots in blocks add `take`, and `give_back` if the layer evicts.
+- slots in blocks add `take`, and `give_back` if the layer evicts;
+- a state in blocks of a serving engine adds `move`, twice.
 
 A prompt uses torch's attention, and one or two launches for its statistics.
 
@@ -32,6 +33,7 @@ from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.kernels import kernels_of
 from kvdsl.runtime.gpu.launch import check_release, is_hopper, launch, on, precision_of, signed
 from kvdsl.runtime.gpu.layout import give_back, take
+from kvdsl.runtime.gpu.lent import Behind, Lent
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.prompt import settle as settle_prompt
@@ -150,14 +152,16 @@ class TritonBackend:
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
     def decode_token(
-        self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None
-    ) -> Tensor:
+        self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None,
+        behind: Behind | None = None,
+    ) -> Tensor:  # fmt: skip
         """Decode one new token of every row, or of some rows. The state already has all tensors that the kernels read.
 
         Args:
             t: index of the token in the call.
             work: a workspace for at least the call's rows.
             which: int32 [batch], the state's row of each of the call's rows, without duplicates; None: all, in order.
+            behind: the rows' requests and prompts, for a state that is `Lent`.
 
         Returns:
             [batch, 1, query_heads, value_dim].
@@ -170,6 +174,7 @@ class TritonBackend:
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
             "slopes": None if call.slopes is None else call.slopes.float().contiguous(),
             "supplied": supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None,
+            **(dict.fromkeys(Behind._fields) if behind is None else behind._asdict()),
         }  # fmt: skip
         known = _prepared.get(work)
         if known is not None and known.serves(state, call, fresh):
@@ -187,7 +192,7 @@ class TritonBackend:
         """Yield the launches of one token, in order."""
         batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
         sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
-        block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
+        block_size = layout.size if isinstance(layout, Blocks | Lent) else 0
         alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
         settle, options = alone, ALONE_OPTIONS
         if self.kernels.SPREADS:
@@ -196,7 +201,7 @@ class TritonBackend:
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(_OF_SOME), **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
-            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size, "blocks": blocks,
+            "SELECTS": state.selects, "KV": state.spec.kv_dtype, "SIZE": block_size,
             "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
@@ -207,7 +212,10 @@ class TritonBackend:
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
             "HALVES": state.spec.rope_cached and rope is not None,
+            "BESIDE": isinstance(layout, Lent),
         }  # fmt: skip
+        if isinstance(layout, Lent):
+            yield layout.launch(arguments, back=False)
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
             yield Launch(self.kernels.make_room, (heads, batch), arguments | alone, ALONE_OPTIONS)
@@ -224,14 +232,16 @@ class TritonBackend:
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
         attends = arguments | dense | sizes.attend(rope, packed=state.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
-        if block_size:
-            yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
+        if isinstance(layout, Blocks):
+            yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": layout.blocks}, TAKE_OPTIONS)
         yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
         if agrees:
             yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": False}, ALONE_OPTIONS)
-        if block_size and state.evicts:
+        if isinstance(layout, Blocks) and state.evicts:
             gives = arguments | sizes.give_back(block_size)
             yield Launch(give_back, (arguments["table"].shape[1], batch), gives, GIVE_BACK_OPTIONS)
+        if isinstance(layout, Lent):
+            yield layout.launch(arguments, back=True)
 
 
 _prepared: weakref.WeakKeyDictionary[Workspace, Prepared] = weakref.WeakKeyDictionary()
@@ -247,7 +257,7 @@ def _first_rows(state: SlotState) -> Tensor:
     """Return the row offset of each head's first key, int64 [batch, kv_heads]."""
     batch, heads, slots = state.position.shape
     pair = torch.arange(batch * heads, device=state.position.device).view(batch, heads)
-    return pair % heads * (state.layout.blocks * state.layout.size) if isinstance(state.layout, Blocks) else pair * slots
+    return pair % heads * state.layout.head_rows if isinstance(state.layout, Blocks | Lent) else pair * slots
 
 
 def sizes_of(call: AttentionCall) -> Sizes:
@@ -278,7 +288,8 @@ class Workspace:
     Attributes:
         fits: what it was allocated for; see `fits`.
         tensors: by kernel argument.
-        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`. choosers: see `sizes.choosers`.
+        splits, per_split: see `Sizes.splits`; a prompt beside the slots is one split more. pieces, per_piece: see `Sizes.pieces`.
+        choosers: see `sizes.choosers`.
         width: dims of the sketch, 0 without one.
     """
 
@@ -307,6 +318,7 @@ def workspace_of(
     _, heads, slots = state.position.shape
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(slots)
+    splits += isinstance(state.layout, Lent)
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages=chooses_pages(kernels)))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)

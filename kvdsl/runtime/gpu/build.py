@@ -251,9 +251,10 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         "SIZE": shape.block,
         "KV": shape.kv_dtype,
         "HALVES": shape.halves and rope is not None,
+        "BESIDE": False,
     }
     absent = (
-        {"sinks", "slopes", "order"}
+        {"sinks", "slopes", "order", "beside", "beside_lse"}
         | (set() if shape.some_rows else {"which"})
         | ({"rank", "length", "angles"} if rope is None else set())
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,45 @@ Shared = dict[tuple[int, tuple[Any, ...]], dict[str, Tensor]]
 """Workspace tensors, by rows of a step and by `fits`."""
 
 
+class Works:
+    """One layer's workspaces.
+
+    Args:
+        shared: workspace tensors, one dict for all layers of a model: layers run one at a time, so they share these. None: the layer has
+            its own.
+    """
+
+    def __init__(self, backend: TritonBackend, state: SlotState, shared: Shared | None) -> None:
+        self._backend, self._state = backend, state
+        self._works: dict[tuple[int, Sizes], Workspace] = {}
+        """By rows of a step, rounded up to a power of two to keep them few, and by the sizes of its vectors."""
+        self._shared: Shared = {} if shared is None else shared
+
+    def of(self, call: AttentionCall) -> Workspace:
+        """Return the workspace of a step of the state's rows."""
+        kind = rows, sizes = 1 << (len(call.query) - 1).bit_length(), sizes_of(call)
+        if kind not in self._works:
+            tensors = self._shared.get((rows, fits(self._state, self._backend.kernels, sizes)))
+            made = workspace_of(self._state, self._backend.kernels, sizes, rows, tensors)
+            self._shared[rows, made.fits] = made.tensors
+            self._works[kind] = made
+        return self._works[kind]
+
+
+def of_nobody(most: int, call: AttentionCall) -> Iterator[AttentionCall]:
+    """Yield calls for every number of rows that kernels are compiled for, up to `most`, in which no row is real.
+
+    Args:
+        call: one token of one row.
+    """
+    rows = 1
+    while rows < 2 * most:
+        query, key, value = (torch.zeros_like(x[:1, :, :1]).repeat(rows, 1, 1, 1) for x in call[:3])
+        real = torch.zeros(rows, 1, dtype=torch.bool, device=call.query.device)
+        yield call._replace(query=query, key=key, value=value, real=real)
+        rows *= 2
+
+
 class Rows:
     """The numbered caches of one layer. Only `put` waits for the device.
 
@@ -30,8 +70,7 @@ class Rows:
         backend: the backend of all caches.
         state: their allocated tensors, with the most slots that a cache may need.
         rope: the model's rotation of keys, for policies that store rotated halves.
-        shared: workspace tensors, one dict for all layers of a model: layers run one at a time, so they share these. None: the layer has
-            its own.
+        shared: see `Works`.
 
     Raises:
         KvdslError: if slots are not contiguous, or may grow.
@@ -48,9 +87,7 @@ class Rows:
         if state.spec.compact:
             copies.keep_length(state)
         self._places = places_of(state)
-        self._works: dict[tuple[int, Sizes], Workspace] = {}
-        """By rows of a step, rounded up to a power of two to keep them few, and by the sizes of its vectors."""
-        self._shared: Shared = {} if shared is None else shared
+        self._works = Works(backend, state, shared)
 
     def make_ready(self, most: int, call: AttentionCall) -> None:
         """Compile the kernels and allocate the workspaces for steps of up to `most` caches. No cache changes.
@@ -58,13 +95,8 @@ class Rows:
         Args:
             call: one token of one row, of the same kind as later steps.
         """
-        rows = 1
-        while rows < 2 * most:
-            nobody = torch.zeros(rows, dtype=torch.int32, device=call.query.device)
-            query, key, value = (torch.zeros_like(x[:1, :, :1]).repeat(rows, 1, 1, 1) for x in call[:3])
-            real = torch.zeros(rows, 1, dtype=torch.bool, device=call.query.device)
-            self.decode(nobody, call._replace(query=query, key=key, value=value, real=real))
-            rows *= 2
+        for nobody in of_nobody(most, call):
+            self.decode(torch.zeros(len(nobody.query), dtype=torch.int32, device=call.query.device), nobody)
 
     def put(self, numbers: Tensor, left: SlotState) -> None:
         """Copy the rows of `left`, a state after its prompts, to the caches `numbers`, int64 [batch of `left`].
@@ -94,13 +126,4 @@ class Rows:
         """
         self._state.check_fits(call.key, call.value, len(call.query), self._state.position.shape[1])
         with on(call.query.device):
-            return self._backend.decode_token(self._state, call, 0, self._work(call), numbers)
-
-    def _work(self, call: AttentionCall) -> Workspace:
-        kind = rows, sizes = 1 << (len(call.query) - 1).bit_length(), sizes_of(call)
-        if kind not in self._works:
-            tensors = self._shared.get((rows, fits(self._state, self._backend.kernels, sizes)))
-            made = workspace_of(self._state, self._backend.kernels, sizes, rows, tensors)
-            self._shared[rows, made.fits] = made.tensors
-            self._works[kind] = made
-        return self._works[kind]
+            return self._backend.decode_token(self._state, call, 0, self._works.of(call), numbers)

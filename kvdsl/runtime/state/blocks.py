@@ -44,6 +44,11 @@ class Blocks(Layout):
         """Blocks in the pool."""
         return self.key_pool.shape[1]
 
+    @property
+    def head_rows(self) -> int:
+        """Rows of the pools from a KV head's first to the next one's."""
+        return self.blocks * self.size
+
     def used(self, position: Tensor) -> Tensor:
         """Return which blocks of each row hold a token: bool [batch, blocks per row]."""
         return _blocks_of(position >= 0, self.size)
