@@ -238,7 +238,13 @@ def times(quotient: float | None) -> str:
 @click.option("--model", help="A folder or hub id; the model that ships with kvdsl if not given.")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False), help="The book that ships with kvdsl if not given.")
 @click.option(
-    "--race", "races", multiple=True, type=click.Choice(RACES), help="Only this; may be repeated.  [default: both]"
+    "--race",
+    "races",
+    multiple=True,
+    type=click.Choice(RACES),
+    default=["prompt", "decode"],
+    show_default=True,
+    help="Only this; may be repeated.",
 )
 @click.option("--budget", default=256, show_default=True, help="Tokens kept per KV head.")
 @click.option("--prompt-tokens", default=1024, show_default=True, help="Tokens that are read at once.")
@@ -257,7 +263,8 @@ def main(
 ) -> None:  # fmt: skip
     """Measure kvdsl beside kvpress and transformers: perplexity, time to the first and per later token, peak memory.
 
-    In the race `prompt` a prompt is pressed to the budget once; in `decode` the budget holds for every token. Each contestant runs in
+    In the race `prompt` a prompt is pressed to the budget once; in `decode` the budget holds for every token; in `bits`
+    nothing is evicted (it needs optimum-quanto, hqq and transformers 5.24). Each contestant runs in
     a process of its own, they take turns round by round, and what is compared is compared within a round.
     """
     if shown is not None:
@@ -271,7 +278,7 @@ def main(
     measured = "memory" if memory else "time"
     setup = {"model": model or "reference", "text": text or "reference", "repeats": repeats, "warmup": warmup}
     found: list[Row] = []
-    for name in races or RACES:
+    for name in races:
         entered = [index for index, one in enumerate(CONTESTANTS) if one.race == name]
         racers, facts = race(entered, given, repeats, warmup)
         found += rows(racers, task)
