@@ -271,7 +271,7 @@ def main(
         found = json.loads(shown.read_text(encoding="utf-8"))
         print("\n\n".join(table(found, name) for name in dict.fromkeys(one["race"] for one in found["rows"])))
         return
-    check(budget, prompt_tokens, new_tokens, repeats)
+    check(races, budget, prompt_tokens, new_tokens, repeats)
     task = Task(budget, prompt_tokens, new_tokens)
     given = {"task": asdict(task), "model": model, "text": text, "stretches": repeats, "threads": threads,
              "memory": memory}  # fmt: skip
@@ -282,7 +282,8 @@ def main(
         entered = [index for index, one in enumerate(CONTESTANTS) if one.race == name]
         racers, facts = race(entered, given, repeats, warmup)
         found += rows(racers, task)
-        made = environment(dtype=facts["dtype"]) | {"threads": threads, "kvpress": version("kvpress")}
+        made = environment(dtype=facts["dtype"]) | {"threads": threads}
+        made |= {name: version(name) for name in ("kvpress", "optimum-quanto", "hqq") if version(name) is not None}
         result = {"format_version": "1.0", "environment": made, "measures": measured, **setup,
                   "rows": found, "beaten": beaten(found, measured), "notes": NOTES}  # fmt: skip
         if out is not None:  # after every race, so that a run that is ended loses one at most
@@ -291,9 +292,9 @@ def main(
         print(json.dumps(result, indent=1))
 
 
-def check(budget: int, prompt: int, new: int, repeats: int) -> None:
+def check(races: Sequence[str], budget: int, prompt: int, new: int, repeats: int) -> None:
     """Raise BadParameter for what cannot be measured, and where kvpress is missing."""
-    if version("kvpress") is None:
+    if version("kvpress") is None and any(one.by == "kvpress" for one in CONTESTANTS if one.race in races):
         raise click.ClickException("kvpress is not installed here: `make peers` makes an environment with it and runs this")
     for name, value, least in (("--budget", budget, 34), ("--new-tokens", new, 2), ("--repeats", repeats, 1)):
         if value < least:
