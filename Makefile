@@ -64,7 +64,7 @@ $(READY): $(RUNS)
 	touch $@
 
 demo: $(RUNS)  ## SmolLM2 with the full cache and with a quarter of it: finding a fact, going on with a text
-	$(PY) scripts/demo.py
+	$(PY) scripts/demo.py $(DEMO_ARGS)
 
 test: $(READY)  ## the gate: what every change has to pass, in five minutes on two cores
 	$(KVDSL) compile --check $(EXEMPLARS)

@@ -73,7 +73,17 @@ def cache_bytes(cache: Any) -> int:
     """What a cache holds in the end."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes())
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    held = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(tensor_bytes(getattr(layer, name, ())) for layer in cache.layers for name in held)
+
+
+def tensor_bytes(found: Any) -> int:
+    """The bytes of a tensor, or of all in a tuple or dict; a quantized tensor is the tensors that it is made of."""
+    if hasattr(found, "__tensor_flatten__"):
+        return sum(tensor_bytes(getattr(found, name)) for name in found.__tensor_flatten__()[0])
+    if isinstance(found, dict | tuple):
+        return sum(map(tensor_bytes, found.values() if isinstance(found, dict) else found))
+    return found.nbytes if isinstance(found, Tensor) else 0
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Who takes part in `peers.py`: kvdsl's caches, kvpress's presses and transformers' own caches, and how each is made.
 
-Two races. In `prompt` the prompt is pressed to the budget once and what is generated stays, which is kvpress's ordinary use. In
+Three races. In `prompt` the prompt is pressed to the budget once and what is generated stays, which is kvpress's ordinary use. In
 `decode` the budget holds for every token: kvpress by its `PrefillDecodingPress`, which presses the prompt and then, by a
-`DecodingPress`, every `every` tokens.
+`DecodingPress`, every `every` tokens. In `bits` nothing is evicted, and caches hold keys and values in fewer bits: kvdsl's by
+`kv_dtype`, transformers' by its `QuantizedCache`. A budget has no meaning there.
 """
 
 from __future__ import annotations
@@ -85,6 +86,14 @@ WHILE_DECODING = {"streaming_llm": "streaming_llm", "tova": "tova", "knorm": "kn
 INTERVALS = (1, 16)
 """How often a `DecodingPress` presses: at every token, as the policies do, and more cheaply at every sixteenth."""
 
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "QuantizedCache, HQQ, 8 bits": ("int8", {"backend": "hqq", "nbits": 8, "axis_key": 1, "axis_value": 1}),
+    "QuantizedCache, HQQ, 4 bits": ("int4", {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1}),
+    "QuantizedCache, quanto, 4 bits": ("int4", {"backend": "quanto", "nbits": 4}),
+    "QuantizedCache, fp8": ("fp8", {"backend": "fp8"}),
+}
+"""Transformers' quantized caches: the `kv_dtype` that comes nearest, and how each is made. HQQ's axis is that of transformers' page."""
+
 CONTESTANTS = (
     _contest("prompt", "full", TRANSFORMERS, "DynamicCache"),
     *(
@@ -106,6 +115,9 @@ CONTESTANTS = (
     ),
     _contest("decode", "roco", KVDSL, "roco", 1),
     _contest("decode", "snapkv", KVPRESS, "SnapKVPress", 1),
+    _contest("bits", "full", TRANSFORMERS, "DynamicCache"),
+    *(_contest("bits", kv_dtype, KVDSL, f"full, {kv_dtype}") for kv_dtype in ("int8", "int4", "fp8")),
+    *(_contest("bits", bits, TRANSFORMERS, name) for name, (bits, _) in QUANTIZED.items()),
 )
 
 
@@ -115,8 +127,10 @@ CONTESTANTS = (
 def _kvdsl(policy: str) -> Callable[[Any, Task], Any]:
     from kvdsl.loading import load
 
-    cache_class = load(policy)
-    return lambda model, task: cache_class(model, budget=task.budget)  # type: ignore[call-arg]
+    name, _, kv_dtype = policy.partition(", ")
+    cache_class = load(name, kv_dtype=kv_dtype or None)
+    given = () if name == "full" else ("budget",)
+    return lambda model, task: cache_class(model, **{one: task.budget for one in given})  # type: ignore[arg-type]
 
 
 # -- kvpress -----------------------------------------------------------------------------------------------------------
@@ -157,8 +171,18 @@ def _static_sliding(model: Any, task: Task) -> Any:
     return StaticCache(config=_sliding_config(model, task), max_cache_len=task.prompt + task.new)
 
 
+def _quantized(name: str) -> Callable[[Any, Task], Any]:
+    def make(model: Any, task: Task) -> Any:
+        from transformers import QuantizedCache
+
+        return QuantizedCache(config=model.config, **QUANTIZED[name][1])
+
+    return make
+
+
 _NATIVE: dict[str, Callable[[Any, Task], Any]] = {
     "DynamicCache": _dynamic,
     "DynamicCache, sliding": _dynamic_sliding,
     "StaticCache, sliding": _static_sliding,
+    **{name: _quantized(name) for name in QUANTIZED},
 }

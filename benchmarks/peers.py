@@ -238,7 +238,13 @@ def times(quotient: float | None) -> str:
 @click.option("--model", help="A folder or hub id; the model that ships with kvdsl if not given.")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False), help="The book that ships with kvdsl if not given.")
 @click.option(
-    "--race", "races", multiple=True, type=click.Choice(RACES), help="Only this; may be repeated.  [default: both]"
+    "--race",
+    "races",
+    multiple=True,
+    type=click.Choice(RACES),
+    default=["prompt", "decode"],
+    show_default=True,
+    help="Only this; may be repeated.",
 )
 @click.option("--budget", default=256, show_default=True, help="Tokens kept per KV head.")
 @click.option("--prompt-tokens", default=1024, show_default=True, help="Tokens that are read at once.")
@@ -257,25 +263,27 @@ def main(
 ) -> None:  # fmt: skip
     """Measure kvdsl beside kvpress and transformers: perplexity, time to the first and per later token, peak memory.
 
-    In the race `prompt` a prompt is pressed to the budget once; in `decode` the budget holds for every token. Each contestant runs in
+    In the race `prompt` a prompt is pressed to the budget once; in `decode` the budget holds for every token; in `bits`
+    nothing is evicted (it needs optimum-quanto, hqq and transformers 5.24). Each contestant runs in
     a process of its own, they take turns round by round, and what is compared is compared within a round.
     """
     if shown is not None:
         found = json.loads(shown.read_text(encoding="utf-8"))
         print("\n\n".join(table(found, name) for name in dict.fromkeys(one["race"] for one in found["rows"])))
         return
-    check(budget, prompt_tokens, new_tokens, repeats)
+    check(races, budget, prompt_tokens, new_tokens, repeats)
     task = Task(budget, prompt_tokens, new_tokens)
     given = {"task": asdict(task), "model": model, "text": text, "stretches": repeats, "threads": threads,
              "memory": memory}  # fmt: skip
     measured = "memory" if memory else "time"
     setup = {"model": model or "reference", "text": text or "reference", "repeats": repeats, "warmup": warmup}
     found: list[Row] = []
-    for name in races or RACES:
+    for name in races:
         entered = [index for index, one in enumerate(CONTESTANTS) if one.race == name]
         racers, facts = race(entered, given, repeats, warmup)
         found += rows(racers, task)
-        made = environment(dtype=facts["dtype"]) | {"threads": threads, "kvpress": version("kvpress")}
+        made = environment(dtype=facts["dtype"]) | {"threads": threads}
+        made |= {name: version(name) for name in ("kvpress", "optimum-quanto", "hqq") if version(name) is not None}
         result = {"format_version": "1.0", "environment": made, "measures": measured, **setup,
                   "rows": found, "beaten": beaten(found, measured), "notes": NOTES}  # fmt: skip
         if out is not None:  # after every race, so that a run that is ended loses one at most
@@ -284,9 +292,9 @@ def main(
         print(json.dumps(result, indent=1))
 
 
-def check(budget: int, prompt: int, new: int, repeats: int) -> None:
+def check(races: Sequence[str], budget: int, prompt: int, new: int, repeats: int) -> None:
     """Raise BadParameter for what cannot be measured, and where kvpress is missing."""
-    if version("kvpress") is None:
+    if version("kvpress") is None and any(one.by == "kvpress" for one in CONTESTANTS if one.race in races):
         raise click.ClickException("kvpress is not installed here: `make peers` makes an environment with it and runs this")
     for name, value, least in (("--budget", budget, 34), ("--new-tokens", new, 2), ("--repeats", repeats, 1)):
         if value < least:

@@ -1,6 +1,7 @@
 """What kvdsl does, in two minutes: a policy file becomes a cache that finds a fact in a text; another one goes on with a text.
 
-python -m kvdsl_lab.demo      `make demo`
+python -m kvdsl_lab.demo                      `make demo`
+python -m kvdsl_lab.demo --kv-dtype int8      `make demo DEMO_ARGS='--kv-dtype int8'`: keys and values in 8 bits
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.cli.options import memory_options
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ def importable(context: click.Context, option: click.Parameter, out: Path) -> Pa
 @click.option(
     "--threads", type=click.IntRange(1), help="Threads; torch's choice, and fewer on a busy machine, where nothing is given."
 )
-def main(new_tokens: int, model: str, out: Path, threads: int | None) -> None:
+@memory_options
+def main(new_tokens: int, model: str, out: Path, threads: int | None, memory: dict[str, str]) -> None:
     """Compile ChunkKV; find a fact with it, with SnapKV and the full cache; go on with a text under RoCo."""
     import torch
     from rich.console import Console
@@ -80,18 +83,18 @@ def main(new_tokens: int, model: str, out: Path, threads: int | None) -> None:
 
     console = Console(highlight=False)
     _show_policy(console)
-    cache_class = _compile(console, out)
+    cache_class = _compile(console, out, memory)
     lm, tokenizer, had = _model(console, model)
     torch.manual_seed(0)
     if told := use_threads(threads):
         warning(told)
     if tokenizer.chat_template is not None:
-        _find(console, lm, tokenizer, cache_class)
-    _go_on(console, lm, tokenizer, new_tokens)
+        _find(console, lm, tokenizer, cache_class, memory)
+    _go_on(console, lm, tokenizer, new_tokens, memory)
     console.print(
         "\nOther policies, other texts:\n"
         "    kvdsl list\n"
-        f"    kvdsl run h2o --set budget=128 --compare {had}--prompt-file YOUR_TEXT.txt\n"
+        f"    kvdsl run h2o --set budget=128 {_options(memory)}--compare {had}--prompt-file YOUR_TEXT.txt\n"
         "Which policy for what: docs/choosing.md",
         markup=False,
     )
@@ -110,7 +113,12 @@ def _show_policy(console: Any) -> None:
     console.print("\n".join(f"    {escape(line)}" for line in body.splitlines() if line.strip()), style="cyan")
 
 
-def _compile(console: Any, out: Path) -> Any:
+def _options(memory: Mapping[str, str]) -> str:
+    """What the demo was given of the memory's layout, for another command."""
+    return "".join(f"--{name.replace('_', '-')} {value} " for name, value in memory.items())
+
+
+def _compile(console: Any, out: Path, memory: Mapping[str, str]) -> Any:
     """`kvdsl compile chunkkv`, and the import that follows it."""
     from kvdsl.compiler import compile_file
     from kvdsl.emit.render import write
@@ -119,8 +127,9 @@ def _compile(console: Any, out: Path) -> Any:
     files = compile_file(SHOWN, {}).files
     write(files, out / SHOWN)
     taken = time.perf_counter() - begun
+    given = "".join(f', {name}="{value}"' for name, value in memory.items())
     console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {os.path.relpath(out / SHOWN)}/: {', '.join(files)}")
-    console.print(f"    from {out.name}.{SHOWN} import ChunkKVCache\n    cache = ChunkKVCache(model, budget={RATE})\n"
+    console.print(f"    from {out.name}.{SHOWN} import ChunkKVCache\n    cache = ChunkKVCache(model, budget={RATE}{given})\n"
                   "    model.generate(**inputs, cache=cache)", style="cyan", markup=False)  # fmt: skip
     sys.path.insert(0, str(out.parent))
     return importlib.import_module(f"{out.name}.{SHOWN}").ChunkKVCache
@@ -153,7 +162,7 @@ def _model(console: Any, name: str) -> tuple[Any, Any, str]:
 # -- finding a fact ----------------------------------------------------------------------------------------------------
 
 
-def _find(console: Any, model: Any, tokenizer: Any, compiled: Any) -> None:
+def _find(console: Any, model: Any, tokenizer: Any, compiled: Any, memory: Mapping[str, str]) -> None:
     from kvdsl.cli.progress import status
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.report import FULL
@@ -171,7 +180,7 @@ def _find(console: Any, model: Any, tokenizer: Any, compiled: Any) -> None:
         for name, policy in FINDING.items():
             tell(name)
             cache_class: Any = compiled if policy == SHOWN else load(policy)
-            found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE))
+            found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE, **memory))
     right, items = how_many(counted)
     console.print(_answers(found, question, right, items))
     console.print(
@@ -234,7 +243,7 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 # -- going on with a text ----------------------------------------------------------------------------------------------
 
 
-def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int) -> None:
+def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int, memory: Mapping[str, str]) -> None:
     from kvdsl.cli.progress import status
     from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.models import prompt_tokens
@@ -253,7 +262,7 @@ def _go_on(console: Any, model: Any, tokenizer: Any, new_tokens: int) -> None:
     )
     model.generation_config.repetition_penalty = PENALTY
     cache_class: Any = load("roco")
-    cache = cache_class(model, budget=BOUND)
+    cache = cache_class(model, budget=BOUND, **memory)
     with status("going on") as tell:
         tell("full cache")
         warm_up_full(model, tokenizer, prompt)

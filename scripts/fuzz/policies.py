@@ -32,6 +32,8 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
+from kvdsl.memory import KV_DTYPES  # noqa: E402
+
 CHUNK = {"torch": 100, "cpu": 40, "triton": 10}
 CHECK_EVERY = 21  # in turn of every kind of policy
 SHOWN = 5
@@ -42,20 +44,24 @@ SHOWN = 5
 @click.option("--policies", type=click.IntRange(1), default=1_000, show_default=True, help="How many.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which ones.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), show_default="one a core", help="Processes.")
+@click.option("--kv-dtype", type=click.Choice([*KV_DTYPES, "any"]), default="model", show_default=True,
+              help="The cache's; `any` draws one in fewer bits for each policy.")  # fmt: skip
 @click.option("--shrink", is_flag=True, help="Reduce the policies that fail on torch.")
 @click.option(
     "--json", "out", type=click.Path(path_type=Path, dir_okay=False),
     help="Write the result there, too, after every chunk; what it has already is not run again if it is called so again.",
 )  # fmt: skip
-def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out: Path | None) -> None:
+def main(
+    backend: str, policies: int, seed: int, workers: int, kv_dtype: str, shrink: bool, out: Path | None
+) -> None:  # fmt: skip
     from kvdsl.cli.progress import progress
 
-    result = _begun(out, backend, seed)
+    result = _begun(out, backend, seed, kv_dtype)
     result["wanted"] = policies
     size = CHUNK[backend]
     todo = [first for first in range(0, policies, size) if str(first) not in result["chunks"]]
     before, begun = result["seconds"], time.perf_counter()
-    jobs = [(backend, seed, first, min(size, policies - first), shrink) for first in todo]
+    jobs = [(backend, seed, kv_dtype, first, min(size, policies - first), shrink) for first in todo]
     with ThreadPoolExecutor(workers) as threads, progress(f"random policies on {backend}", len(jobs)) as tick:
         for done in as_completed([threads.submit(in_a_process, job) for job in jobs]):
             first, chunk = done.result()
@@ -72,19 +78,19 @@ def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out
     sys.exit(bool(result["failures"]))
 
 
-def _begun(out: Path | None, backend: str, seed: int) -> dict[str, Any]:
+def _begun(out: Path | None, backend: str, seed: int, kv_dtype: str) -> dict[str, Any]:
     """The result so far."""
     from kvdsl.environment import environment
 
     if out is not None and out.exists():
         known: dict[str, Any] = json.loads(out.read_text())
-        if (known["backend"], known["environment"]["seed"]) != (backend, seed):
-            raise click.ClickException(f"{out} is of another backend or seed")
+        if (known["backend"], known["environment"]["seed"], known["kv_dtype"]) != (backend, seed, kv_dtype):
+            raise click.ClickException(f"{out} is of another backend, seed or kv_dtype")
         if "chunks" not in known:
             raise click.ClickException(f"{out} is complete")
         return known
     return {
-        "format_version": "1.0", "environment": environment(seed=seed), "backend": backend,
+        "format_version": "1.0", "environment": environment(seed=seed), "backend": backend, "kv_dtype": kv_dtype,
         "wanted": 0, "seconds": 0.0, "chunks": {},
     }  # fmt: skip
 
@@ -111,8 +117,8 @@ def _write(result: dict[str, Any], out: Path) -> None:
 
 # -- workers ---------------------------------------------------------------------------------------------------------------
 
-Job = tuple[str, int, int, int, bool]
-"""The backend, the seed, the first policy's number, how many, and whether to shrink those that fail."""
+Job = tuple[str, int, str, int, int, bool]
+"""The backend, the seed, the caches' dtype, the first policy's number, how many, and whether to shrink those that fail."""
 
 _own = threading.local()
 
@@ -128,8 +134,8 @@ def in_a_process(job: Job) -> tuple[int, dict[str, Any]]:
     except BrokenProcessPool:
         number = _own.at.value
         del _own.process
-    backend, seed, first, _, shrink = job
-    _, chunk = in_a_process((backend, seed, first, number - first, shrink)) if number > first else (first, _nothing())
+    *way, first, _, shrink = job
+    _, chunk = in_a_process((*way, first, number - first, shrink)) if number > first else (first, _nothing())
     chunk["policies"] += 1
     chunk["failures"].append({"number": number, "policy": "", "trace": "", "problem": "the process died"})
     return first, chunk
@@ -149,7 +155,7 @@ _at: Any = None
 
 def run_chunk(job: Job) -> tuple[int, dict[str, Any]]:
     """The policies `first` and following: that number, and what came of them."""
-    backend, seed, first, count, shrink = job
+    backend, seed, kv_dtype, first, count, shrink = job
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     import torch
@@ -166,7 +172,7 @@ def run_chunk(job: Job) -> tuple[int, dict[str, Any]]:
     served = []
     for number in range(first, first + count):
         _at.value, policy = number, drawn(seed, number)
-        compiled, error = _attempt(Compiled.of, policy, f"{seed}-{number}")
+        compiled, error = _attempt(Compiled.of, policy, f"{seed}-{number}", kv_dtype)
         if compiled is None:
             failed(number, policy, "", error or "")
             continue
@@ -232,7 +238,7 @@ class Compiled:
     trace: Any
 
     @staticmethod
-    def of(policy: Any, name: str) -> Compiled:
+    def of(policy: Any, name: str, kv_dtype: str) -> Compiled:
         """What comes of it, on the way that a file takes."""
         from kvdsl.compiler import analyse, package
         from kvdsl.diagnostics import Sink
@@ -241,8 +247,11 @@ class Compiled:
         from kvdsl.sema.upgrade import upgraded
         from kvdsl.source import SourceFile
         from tests.differential.tensors import BESIDE
-        from tests.differential.traces import random_trace
+        from tests.differential.traces import in_fewer_bits, random_trace
 
+        trace = random_trace(policy, name)
+        if kv_dtype != "model":
+            policy, trace = in_fewer_bits(policy, trace, kv_dtype)
         text = _text(policy)
         source = SourceFile(f"{policy.stem}.kv", text, BESIDE.with_stem(policy.stem))
         again = analyse(source).policy
@@ -250,7 +259,7 @@ class Compiled:
         newest = upgraded(source, Sink())  # which compares what both editions mean
         assert newest is None or analyse(replace(source, text=newest)).ok, "it has another meaning in the newest edition"
         claimed = tuple(one["name"] for one in facts(again).backends if one["ok"])
-        return Compiled(fold(again), package(again, text), claimed, random_trace(policy, name))
+        return Compiled(fold(again), package(again, text), claimed, trace)
 
 
 def _one_spelling(policy: Any) -> Any:
@@ -292,6 +301,7 @@ def _interpreted(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Comp
         with tempfile.TemporaryDirectory() as folder:
             spec = with_kernels(policy, Path(folder))
             assert spec is not None, "there are no kernels"
+            spec = spec.laid_out(kv_dtype=trace.kv_dtype)
             return run_policy(policy, TritonBackend(spec, torch.device("cpu"), trace.dtype), trace, spec=spec, **more)
 
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of NaN and infinities
@@ -306,7 +316,12 @@ def _fused(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Compiled, 
     from tests.differential.traces import run_policy, spec_of
 
     unit = {
-        one.policy.stem: (one.files["kernels_cpu.cpp"], spec_of(one.policy, one.files), one.trace.dtype) for _, one in served
+        one.policy.stem: (
+            one.files["kernels_cpu.cpp"],
+            spec_of(one.policy, one.files).laid_out(kv_dtype=one.trace.kv_dtype),
+            one.trace.dtype,
+        )
+        for _, one in served
     }
     backends = _built(unit)
     for number, one in served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
@@ -158,12 +159,32 @@ def bits_table() -> str:
         better = sum(x < y for x, y in zip(own, first, strict=True))
         return f"{exp(mean(own)):.2f}" + (f" ({better} of {len(own)})" if column else "")
 
-    heads = (f"{'the model’s dtype' if kv_dtype == 'model' else kv_dtype}, {budget}" for kv_dtype, budget in BITS)
+    heads = (f"{_named(kv_dtype)}, {budget}" for kv_dtype, budget in BITS)
     lines = ((f"`{policy}`", *(cell(policy, column) for column in range(len(BITS)))) for policy in policies)
     return table(("policy", *heads), lines)
 
 
-CHOOSING: dict[str, Callable[[], str]] = {"answers": answers_table, "bits": bits_table}
+def facts_table() -> str:
+    """Facts found by bits and budget, of both tasks together."""
+    found: dict[str, list[str]] = {}
+    heads = []
+    for kv_dtype, budget in (BITS[0], *BITS[3:]):
+        record = json.loads((ROOT / "results" / "kv_dtype" / f"facts_{kv_dtype}_{budget}.json").read_text(encoding="utf-8"))
+        trials = [record["trials"] * len(row["depths"]) for row in record["rows"]]
+        right = defaultdict(float)
+        for row, count in zip(record["rows"], trials, strict=True):
+            right[row["policy"]] += row["accuracy"] * count
+        for policy, number in right.items():
+            found.setdefault(policy, []).append(f"{number:.0f}")
+        heads.append(f"{_named(kv_dtype)}, {budget}")
+    return table(("policy", *heads), ((f"`{policy}`", *numbers) for policy, numbers in found.items()))
+
+
+def _named(kv_dtype: str) -> str:
+    return "the model’s dtype" if kv_dtype == "model" else kv_dtype
+
+
+CHOOSING: dict[str, Callable[[], str]] = {"answers": answers_table, "bits": bits_table, "facts": facts_table}
 QUALITY_RECORD: dict[str, Callable[[], str]] = {
     "quality": quality_table,
     "everybody": everybody_table,

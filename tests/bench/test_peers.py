@@ -78,7 +78,7 @@ def test_an_error_is_a_line_of_the_table(peers: Any) -> None:
 def test_the_documents_show_what_was_measured(peers: Any, name: str) -> None:
     found = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     shown = (ROOT / "docs" / "records" / "peers.md").read_text(encoding="utf-8")
-    for race in peers.RACES:
+    for race in dict.fromkeys(row["race"] for row in found["rows"]):
         assert peers.table(found, race) in shown, f"run benchmarks/peers.py --table {RESULTS[name].relative_to(ROOT)}"
 
 
@@ -87,7 +87,7 @@ def test_the_documents_show_what_was_measured(peers: Any, name: str) -> None:
 
 def test_every_press_has_a_policy_that_works_on_the_prompt_only(peers: Any) -> None:
     for one in contestants().CONTESTANTS:
-        if one.by == "kvdsl":
+        if one.by == "kvdsl" and one.race != "bits":
             spec = load(one.what).spec
             assert spec.when == ("prefill" if one.race == "prompt" else "both"), one
             assert spec.cpu_source.exists(), one
@@ -125,6 +125,22 @@ def test_what_everybody_reads_is_scored_as_eval_does(peers: Any) -> None:
     assert (len(losses), len(found["tpot_ms"])) == (40, 39)
     assert float(losses.mean().exp()) == pytest.approx(expected, rel=1e-4)
     assert found["cache_bytes"] > 0 and found["peak_bytes"] > 0
+
+
+def test_bytes_of_caches_in_fewer_bits(peers: Any) -> None:
+    contestant = importlib.import_module("contestant")
+    model, tokenizer = load_model(None)
+    ids, task = windows(tokenizer, read_text(None), 45, 1), contestants().Task(40, 41, 3)
+    held = {
+        one.what: contestant.one_round(one, model, ids, task)["cache_bytes"]
+        for one in contestants().CONTESTANTS
+        if one.race == "bits" and "HQQ" not in one.what and "quanto" not in one.what
+    }
+    plain, layers = held["DynamicCache"], model.config.num_hidden_layers
+    assert (
+        held["QuantizedCache, fp8"] == plain / 4 + 2 * 4 * layers
+    )  # and a scale for all keys of a layer, and one for values
+    assert held["full, int4"] < held["full, int8"] == held["full, fp8"] < plain
 
 
 @pytest.mark.parametrize("cache", ["DynamicCache, sliding", "StaticCache, sliding"])

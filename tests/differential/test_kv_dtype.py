@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from tests.quick import few
 from .inputs import INPUTS
 from .random_policies import policy_of
 from .test_random import PAIRS, draws_seed, random_case, run
-from .traces import Trace, random_trace, run_policy, spec_of
+from .traces import Trace, in_fewer_bits, random_trace, run_policy, spec_of
 from .units import build
 
 PACKED = KV_DTYPES[1:]
@@ -68,11 +67,9 @@ def test_shipped_policies(policy: str, backend: str, kv_dtype: str) -> None:
 
 
 def drawn(number: int, *, fused: bool = False) -> tuple[Policy, Trace]:
-    """A random policy and a trace of a cache in a random `kv_dtype`. Rotated halves are refused beside it."""
-    text = f"bits-{draws_seed()}-{number}"
-    policy = policy_of(text, f"p{number}", fused=fused).model_copy(update={"rope": "fused"})
-    kv_dtype = random.Random(text).choice(PACKED)
-    return policy, replace(random_trace(policy, str(number)), kv_dtype=kv_dtype, dtype=torch.float32)
+    """A random policy and a trace of a cache in a random `kv_dtype`."""
+    policy = policy_of(f"bits-{draws_seed()}-{number}", f"p{number}", fused=fused)
+    return in_fewer_bits(policy, random_trace(policy, str(number)))
 
 
 @pytest.mark.parametrize("unit", few(range(4)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory
+from kvdsl.memory import KV_DTYPES
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.rope import Rope
@@ -129,6 +130,17 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         slopes=draw.random() < 0.15,
         ends_turns=draw.random() < 0.7 and reads_turns(policy),
     )
+
+
+def in_fewer_bits(policy: Policy, trace: Trace, kv_dtype: str = "any") -> tuple[Policy, Trace]:
+    """The same with a cache in a `kv_dtype`, `any`: one that is drawn. Rotated halves are refused beside it.
+
+    Vectors of 40 and 64 dims have several scales in `int4`.
+    """
+    draw = random.Random(f"{trace.seed}-bits")
+    drawn, dims = draw.choice(KV_DTYPES[1:]), draw.choice([trace.head_dim, 32, 40, 64])
+    changed = replace(trace, kv_dtype=drawn if kv_dtype == "any" else kv_dtype, dtype=torch.float32, head_dim=dims)
+    return policy.model_copy(update={"rope": "fused"}), changed
 
 
 def reads_turns(policy: Policy) -> bool:

@@ -296,9 +296,12 @@ def test_the_demo_without_its_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVDSL_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setattr("kvdsl.models.fetch.get", refused)
-    done = CliRunner().invoke(demo.main, ["--new-tokens", "2", "--out", "demo_alone"])
+    done = CliRunner(env={"COLUMNS": "140"}).invoke(
+        demo.main, ["--new-tokens", "2", "--out", "demo_alone", "--kv-dtype", "int8"]
+    )
     assert done.exit_code == 0, done.output
-    assert "--compare --prompt-file" in done.stdout, "nothing is told of a model that is not there"
+    assert "--kv-dtype int8 --compare --prompt-file" in done.stdout, "nothing is told of a model that is not there"
+    assert f'ChunkKVCache(model, budget={demo.RATE}, kv_dtype="int8")' in done.stdout
     assert "smollm2 cannot be had (the package index is closed)" in " ".join(done.stdout.split())
     assert "Going on with a text" in done.stdout and "Finding a fact" not in done.stdout
 

@@ -49,6 +49,7 @@ SMALL: dict[str, dict[str, float]] = {
 TRACES = (
     Trace(prompt=37, steps=8, batch=2, padding=3, layers=(1,), dtype=torch.bfloat16, rope="interleaved", seed=2),
     Trace(prompt=36, steps=5, group=4, layers=(3,), later=7, inputs="peaky", seed=3),
+    Trace(prompt=37, steps=5, batch=2, padding=3, chunks=2, head_dim=40, later=7, kv_dtype="int4", seed=4),
 )
 
 
@@ -82,7 +83,7 @@ def test_cpp(trace: Trace) -> None:
     files = {stem: package(small(stem), print_policy(small(stem))) for stem in STEMS}
     fused = [stem for stem in STEMS if "kernels_cpu.cpp" in files[stem]]
     assert len(fused) >= 36
-    specs = {stem: spec_of(small(stem), files[stem]) for stem in fused}
+    specs = {stem: spec_of(small(stem), files[stem]).laid_out(kv_dtype=trace.kv_dtype) for stem in fused}
     backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], trace.dtype) for stem in fused})
     for stem in fused:
         found = run_policy(small(stem), backends[stem], through(stem, trace), spec=specs[stem])

@@ -99,6 +99,20 @@ def test_beams_and_padding() -> None:
     assert torch.equal(texts[1][1:, -12:], alone[:, -12:])
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_layers_that_share_a_budget(backend: str) -> None:
+    """What a layer gives away depends on what is stored: C++ and torch keep the same tokens."""
+    made = kvdsl.compile(
+        'kv 1\npolicy Sharing {\n"a test"\nparam budget = 12\nscore sum(attn)\nwhen prefill\nbudget budget across layers\n}\n'
+    )
+    model, ids = zoo.model("llama"), zoo.prompt(1, 40)
+    caches = [made(model, kv_dtype="int4", backend=name) for name in ("torch", backend)]
+    assert torch.equal(*(text(model, ids, cache) for cache in caches))
+    assert_same_slots(*caches)
+    held = [(caches[1].positions(layer) >= 0).sum() for layer in caches[1].managed]
+    assert len({int(number) for number in held}) > 1
+
+
 def test_layers_with_windows_of_their_own_keep_the_models_dtype() -> None:
     model = zoo.model("gemma3")
     cache = kvdsl.load("roco", kv_dtype="int8")(model, budget=12)

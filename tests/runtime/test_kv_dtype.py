@@ -50,6 +50,8 @@ def test_memory_is_really_less(folder: Path, kv_dtype: str, backend: str) -> Non
     assert one.state.layout.key_pool.nbytes == rows * vector_bytes(kv_dtype, DIM)
     assert other.state.bytes() - one.state.bytes() == 2 * rows * (4 * DIM - vector_bytes(kv_dtype, DIM))
     assert one.state.dims == other.state.dims == (DIM, DIM)
+    for pool in (other.state.layout.key_pool, other.state.layout.value_pool):
+        assert pool.dtype == torch.float32 and pool.numel() == rows * DIM, "without the option a cache takes what it took"
 
 
 @pytest.mark.parametrize("storage", ["in_place", "blocks:5"])

@@ -28,10 +28,14 @@ def call(tokens: int, seed: int) -> AttentionCall:
 
 
 @pytest.mark.parametrize(
-    "policy", ["roco", "equip_h2o", "roco_sparcas", pytest.param("scissorhands_window", marks=pytest.mark.nightly)]
-)
-def test_the_operator_does_what_a_step_does(policy: str) -> None:
-    spec = kvdsl.load(policy).spec
+    ("policy", "kv_dtype"),
+    [
+        ("roco", "model"), ("equip_h2o", "model"), ("roco_sparcas", "model"), ("scissorhands_window", "model"),
+        ("roco_sparcas", "int4"),
+    ],
+)  # fmt: skip
+def test_the_operator_does_what_a_step_does(policy: str, kv_dtype: str) -> None:
+    spec = kvdsl.load(policy, kv_dtype=kv_dtype).spec
     server = choose(spec, "triton", CPU, torch.float32)
     selects = {"tokens": 6.0, "dims": 4.0} if spec.selects else {}
     ours = SlotState(spec, {"budget": 12.0, "recent": 4.0, **selects}, layer=2, layers=4)
