@@ -110,7 +110,6 @@ class TritonBackend:
             if state.spec.compact:
                 stays_where_it_is(copies.keep_length(state))
             copies.keep(state, 1)
-            copies.keep_halves(state, call.rope)
             if (rope := _turns(state, call)) is not None:
                 digits(rope, state.position.device)
         return out
@@ -140,7 +139,7 @@ class TritonBackend:
         state.check_fits(call.key, call.value, *state.position.shape[:2])
         tokens = call.query.shape[2]
         state.make_room(tokens)
-        copies.keep_halves(state, call.rope)
+        copies.forget_halves(state)
         if state.spec.compact:
             copies.keep_length(state)
         with on(call.query.device):
@@ -190,7 +189,7 @@ class TritonBackend:
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
         alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
         settle, options = alone, ALONE_OPTIONS
-        if self.kernels.SPREADS:
+        if self.kernels.CONSTANTS["SPREADS"]:
             settle, options = sizes.settle(work.splits, work.pieces, work.width, rope), SETTLE_OPTIONS
         arguments = work.tensors | {
             **fresh,
@@ -206,7 +205,7 @@ class TritonBackend:
             **self.kernels.CONSTANTS, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
-            "HALVES": state.spec.rope_cached and rope is not None,
+            "HALVES": False, "half_keys": None,  # both halves of a key are in registers, and the second's negative is exact
         }  # fmt: skip
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
@@ -307,7 +306,7 @@ def workspace_of(
     _, heads, slots = state.position.shape
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(slots)
-    pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
+    pieces, per_piece = sizes.pieces(*cut) if kernels.CONSTANTS["SPREADS"] else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages=chooses_pages(kernels)))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
     return Workspace(fits(state, kernels, sizes), tensors, splits, per_split, pieces, per_piece, choose, _width(state))
