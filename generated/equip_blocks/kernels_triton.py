@@ -21,8 +21,11 @@ from kvdsl.runtime.gpu import evicting, observing, ops
 
 KERNELS = ("settle", "observe", "settle_prompt")
 CONSTANTS = {
+    "SPREADS": True,
     "LOGITS": True,
     "OBSERVES": True,
+    "MERGES": True,
+    "LAZY": True,
     "DRAWS": False,
     "COUNTS": False,
     "REDUCTIONS": 0,
@@ -41,7 +44,6 @@ CONSTANTS = {
     "TOPS": 0,
     "ENDS": 1,
 }
-SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit
@@ -64,19 +66,6 @@ def place(own_numbers, own_columns, constants, supplied, slot, key, value, d, e,
 
 
 @triton.jit
-def update(own_numbers, own_columns, column_stride, position, logits, base, above, taken, begin, end, slots, now, live, window, random_key, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, BLOCK: tl.constexpr):
-    (sum_attn_at,) = own_columns
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < slots
-        pos = tl.load(position + i, mask=inside, other=-1)
-        visible = (pos >= 0) & (now - pos < window)
-        attn = ops.attn(logits, base, above, i, slots, G, G_PAD, "mean")
-        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
-        tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
-
-
-@triton.jit
 def ends(own_numbers, now, live):
     number_recent, number_capacity = own_numbers
     return 0, ops.count(number_recent)
@@ -89,7 +78,7 @@ def overflow(own_numbers, now, live):
 
 
 @triton.jit
-def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, begin, end, slots, now, live, first, last, window, random_key, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
+def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, random_key, OBSERVES: tl.constexpr, STORES: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
     (sum_attn_at,) = own_columns
     lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
     certain = tl.zeros([BLOCK], tl.int32)
@@ -98,10 +87,17 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
+        if OBSERVES:
+            visible = (pos >= 0) & (now - pos < window)
+            attn = ops.attn(logits, base, above, i, slots, G, G_PAD, "mean")
+            new_sum_attn = sum_attn + attn
+            tl.store(sum_attn_at + i, new_sum_attn, mask=visible)
+            sum_attn = tl.where(visible, new_sum_attn, sum_attn)
         score = sum_attn
         keep = pos >= last
-        tl.store(work + i, score, mask=inside)
-        tl.store(kept + i, keep, mask=inside)
+        if STORES:
+            tl.store(work + i, score, mask=inside)
+            tl.store(kept + i, keep, mask=inside)
         lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
     return lowest, where, certain
 

@@ -27,8 +27,11 @@ from kvdsl.runtime.gpu import evicting, observing, ops
 
 KERNELS = ("settle", "observe", "settle_prompt")
 CONSTANTS = {
+    "SPREADS": True,
     "LOGITS": True,
     "OBSERVES": True,
+    "MERGES": True,
+    "LAZY": True,
     "DRAWS": False,
     "COUNTS": False,
     "REDUCTIONS": 0,
@@ -47,7 +50,6 @@ CONSTANTS = {
     "TOPS": 1,
     "ENDS": 2,
 }
-SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit
@@ -72,21 +74,6 @@ def place(own_numbers, own_columns, constants, supplied, slot, key, value, d, e,
 
 
 @triton.jit
-def update(own_numbers, own_columns, column_stride, position, logits, base, above, taken, begin, end, slots, now, live, window, random_key, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, BLOCK: tl.constexpr):
-    sum_attn_at, sum_attn_squared_at = own_columns
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < slots
-        pos = tl.load(position + i, mask=inside, other=-1)
-        visible = (pos >= 0) & (now - pos < window)
-        attn = ops.attn(logits, base, above, i, slots, G, G_PAD, "mean")
-        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
-        sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)
-        tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
-        tl.store(sum_attn_squared_at + i, sum_attn_squared + ops.square(attn), mask=visible)
-
-
-@triton.jit
 def ends(own_numbers, now, live):
     return 0, 1
 
@@ -104,7 +91,7 @@ def tops(own_numbers, now, live):
 
 
 @triton.jit
-def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, begin, end, slots, now, live, first, last, window, random_key, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
+def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, random_key, OBSERVES: tl.constexpr, STORES: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
     sum_attn_at, sum_attn_squared_at = own_columns
     lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
     certain = tl.zeros([BLOCK], tl.int32)
@@ -112,14 +99,24 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
-        observed = ops.observed(pos, now, window)
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
         sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)
+        if OBSERVES:
+            visible = (pos >= 0) & (now - pos < window)
+            attn = ops.attn(logits, base, above, i, slots, G, G_PAD, "mean")
+            new_sum_attn = sum_attn + attn
+            new_sum_attn_squared = sum_attn_squared + ops.square(attn)
+            tl.store(sum_attn_at + i, new_sum_attn, mask=visible)
+            tl.store(sum_attn_squared_at + i, new_sum_attn_squared, mask=visible)
+            sum_attn = tl.where(visible, new_sum_attn, sum_attn)
+            sum_attn_squared = tl.where(visible, new_sum_attn_squared, sum_attn_squared)
+        observed = ops.observed(pos, now, window)
         score = tl.div_rn(sum_attn, observed)
         keep = tl.where(pos >= last, 2, 0)
-        tl.store(work + i, score, mask=inside)
         tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
-        tl.store(kept + i, keep, mask=inside)
+        if STORES:
+            tl.store(work + i, score, mask=inside)
+            tl.store(kept + i, keep, mask=inside)
         lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
     return lowest, where, certain
 

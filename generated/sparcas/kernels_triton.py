@@ -25,8 +25,11 @@ from kvdsl.runtime.gpu import ops, select
 
 KERNELS = ("look", "choose", "settle")
 CONSTANTS = {
+    "SPREADS": False,
     "LOGITS": False,
     "OBSERVES": False,
+    "MERGES": False,
+    "LAZY": False,
     "DRAWS": False,
     "COUNTS": False,
     "REDUCTIONS": 0,
@@ -45,7 +48,6 @@ CONSTANTS = {
     "TOPS": 0,
     "ENDS": 0,
 }
-SPREADS = False  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit

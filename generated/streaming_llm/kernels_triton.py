@@ -25,8 +25,11 @@ from kvdsl.runtime.gpu import evicting, ops
 
 KERNELS = ("settle", "settle_prompt")
 CONSTANTS = {
+    "SPREADS": True,
     "LOGITS": False,
     "OBSERVES": False,
+    "MERGES": False,
+    "LAZY": True,
     "DRAWS": False,
     "COUNTS": False,
     "REDUCTIONS": 0,
@@ -45,7 +48,6 @@ CONSTANTS = {
     "TOPS": 0,
     "ENDS": 1,
 }
-SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def overflow(own_numbers, now, live):
 
 
 @triton.jit
-def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, begin, end, slots, now, live, first, last, window, random_key, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
+def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair, head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, random_key, OBSERVES: tl.constexpr, STORES: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, SELECTS: tl.constexpr, SIZE: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr):
     lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
     certain = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, BLOCK):
@@ -77,7 +79,8 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
         pos = tl.load(position + i, mask=inside, other=-1)
         score = pos.to(tl.float32)
         keep = (pos <= first) | (pos >= last)
-        tl.store(work + i, score, mask=inside)
-        tl.store(kept + i, keep, mask=inside)
+        if STORES:
+            tl.store(work + i, score, mask=inside)
+            tl.store(kept + i, keep, mask=inside)
         lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
     return lowest, where, certain

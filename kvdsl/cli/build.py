@@ -89,7 +89,7 @@ def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dic
     if not spec.triton_source.exists():
         raise KvdslError(f"`{spec.stem}`: {spec.without('triton')}; `--target cpu`")
     block = spec.block or slots_of_a_block("blocks") if spec.in_blocks else 0
-    wanted = Shape(**shape, block=block, halves=spec.rope_cached, kv_dtype=spec.kv_dtype)
+    wanted = Shape(**shape, block=block, kv_dtype=spec.kv_dtype)
     yield from build(spec.stem, spec.triton_source, gpus, wanted, None if step is None else Workload(**step))
 
 

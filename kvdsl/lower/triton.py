@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Number
@@ -42,14 +42,14 @@ from kvdsl.lower.triton_expressions import (
     tensors_in,
 )
 from kvdsl.lower.triton_hooks import Hook, Tables, indented, load_supplied, load_vectors, over_slots
-from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, row_at, values_of
+from kvdsl.lower.triton_loops import BARRIER, EXTREMES, PAGE, hoisted_loops, load_column, row_at, values_of
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.normal import compared
 
 _MODULES = ("evicting", "layout", "neighbours", "observing", "ops", "packed", "select")
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
 _KEEP = Fragment("keep = tl.load(kept + i, mask=inside, other=0)")
-_KEPT = Fragment("tl.store(kept + i, keep, mask=inside)")
+_KEPT = Fragment("    tl.store(kept + i, keep, mask=inside)")
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,14 @@ class TritonPlan:
 
     Attributes:
         kernels: names of the kernels that serve the policy. constants: their constants that depend on the policy, name and value.
-        spreads: whether several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
+            SPREADS: several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
+            LAZY: the programs store scores only where no single victim is known. MERGES: one loop folds the query into the columns and
+            ranks.
         hooks: the policy's functions.
     """
 
     kernels: tuple[str, ...]
     constants: tuple[tuple[str, str], ...]
-    spreads: bool
     hooks: tuple[Hook, ...]
 
     @property
@@ -159,9 +160,15 @@ def triton_plan(step: Step) -> TritonPlan:
         rings=rings,
     )
     loops = [*observe, *(settle.score if settle else ())]
+    spreads = bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1
+    lazy = spreads and settle is not None and not settle.agrees and not any(one.columns for one in step.rank)
+    merged = _merged(step, observe[0], settle.score[0]) if lazy and observe else None
     constants = {
+        "SPREADS": spreads,
         "LOGITS": bool({"attn", "logit"} & {*names_of(uses, "input")}),
         "OBSERVES": bool(observe),
+        "MERGES": merged is not None,
+        "LAZY": lazy,
         "DRAWS": "random_key" in names_of(every, "helper"),
         "COUNTS": "live" in names_of(prompts, "input"),
         "REDUCTIONS": len(prompt.reductions) if prompt else 0,
@@ -170,13 +177,12 @@ def triton_plan(step: Step) -> TritonPlan:
     return TritonPlan(
         kernels=tuple(_kernels(settle, select, prompt)),
         constants=tuple((name, repr(value)) for name, value in constants.items()),
-        spreads=bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1,
         hooks=(
             *tables.hooks(),
             *_placing(step, place, tables),
-            *([tables.hook("update", _lines(observe))] if observe else []),
+            *([tables.hook("update", _lines(observe))] if observe and merged is None else []),
             *(_protecting(step.protect, tables) if settle or (select and select.protects) else ()),
-            *(_settling(settle, step, tables) if settle else ()),
+            *(_settling(settle, step, tables, settle.score if merged is None else [merged]) if settle else ()),
             *(_selecting(select, step, tables) if select else ()),
             *(_observing(prompt, tables) if prompt else ()),
         ),
@@ -248,8 +254,8 @@ def _protecting(protect: Protection, tables: Tables) -> Iterator[Hook]:
     yield tables.hook("ends", [f"return {first}, {last}"])
 
 
-def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
-    """Yield the functions that count victims and rank."""
+def _settling(settle: _Settle, step: Step, tables: Tables, score: list[Pass]) -> Iterator[Hook]:
+    """Yield the functions that count victims and rank. `score`: the loops that rank."""
     yield tables.hook("overflow", [f"return {settle.overflow}"])
     if settle.tops:
         yield tables.hook("tops", [f"return {', '.join(texts(settle.tops))}{',' * (len(settle.tops) == 1)}"])
@@ -265,7 +271,7 @@ def _settling(settle: _Settle, step: Step, tables: Tables) -> Iterator[Hook]:
             *(reads if settle.reads_vectors else []),
             "lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)",
             "certain = tl.zeros([BLOCK], tl.int32)",
-            *_lines(settle.score),
+            *_lines(score),
             "return lowest, where, certain",
         ],
     )
@@ -351,12 +357,16 @@ def _observe(step: Step) -> list[Pass]:
     if not folded:
         return []
     loops, names = hoisted_loops(step, "visible", [column.body for column in folded])
-    printer = BlockPrinter(names)
-    # Folds read each other's values from before the query, so stores come last.
-    folds = [column.name for column in folded if column.rule == "fold"]
-    lines = [_fold(column, printer) for column in folded]
-    lines += [Fragment(f"tl.store({name}_at + i, new_{name}, mask=visible)") for name in folds]
+    lines = _folds(folded, BlockPrinter(names))
     return [*loops, Pass((), (*values_of(step, "visible", uses_of(*lines)), *lines))]
+
+
+def _folds(folded: list[Column], printer: BlockPrinter) -> list[Fragment]:
+    """Print the statements that fold the query into columns. They read each other's values from before it, so stores come last."""
+    stores = [
+        f"tl.store({column.name}_at + i, new_{column.name}, mask=visible)" for column in folded if column.rule != "ring"
+    ]
+    return [*(_fold(column, printer) for column in folded), *map(Fragment, stores)]
 
 
 def _fold(column: Column, printer: BlockPrinter) -> Fragment:
@@ -366,8 +376,8 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
         place = fragment(f"ops.ring_row({name}_at, column_stride, {{}}, now)", ring_size(name))
         return fragment("tl.store({} + i, {}, mask=visible)", place, body)
     if column.rule == "fold":
-        return fragment(f"new_{name} = {{}}", body)
-    if column.decay is not None:
+        new = body
+    elif column.decay is not None:
         new = fragment("ops.ema({}, {}, {}, now - pos)", old, body, printer.value(column.decay))
     elif column.rule == "sum":
         new = fragment("{} + {}", old, printer.value(column.body, STRENGTH["+"] + 1))
@@ -377,7 +387,32 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
         new = body
     else:
         new = fragment(f"ops.{EXTREMES[column.rule]}({{}}, {{}})", old, body)
-    return fragment(f"tl.store({name}_at + i, {{}}, mask=visible)", new)
+    return fragment(f"new_{name} = {{}}", new)
+
+
+def _merged(step: Step, folding: Pass, ranking: Pass) -> Pass | None:
+    """Return one loop that folds the query into the columns, if `OBSERVES`, and ranks.
+
+    None if the ranking reads rings, which the query's own value has to be stored in before, or keys or values, in smaller blocks.
+    """
+    if ranking.reads or any(use.kind == "ring" for use in ranking.uses):
+        return None
+    columns = [name for name in names_of((*folding.uses, *ranking.uses), "column") if name != PAGE]
+    folded = [
+        column.name for column in step.observe if column.rule != "ring" and column.name in names_of(ranking.uses, "column")
+    ]
+    loads = {f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)" for name in columns}
+    once = [[line for line in body if line.text not in loads] for body in (folding.body, ranking.body)]
+    current = [Fragment(f"{name} = tl.where(visible, new_{name}, {name})") for name in folded]
+    return Pass(
+        (),
+        (
+            *(load_column(name) for name in columns),
+            Fragment("if OBSERVES:"),
+            *(replace(line, text=f"    {line.text}") for line in (*once[0], *current)),
+            *once[1],
+        ),
+    )
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------
@@ -466,8 +501,9 @@ def _score(step: Step, evict: Eviction, rows: dict[str, int]) -> list[Pass]:
         lines = [
             *score,
             _keep(step.protect, printer) if first else _KEEP,
-            *(Fragment("tl.store(work + i, score, mask=inside)") for _ in score),
             *(fragment(f"tl.store(work + {row_at(rows[name])}i, {{}}, mask=inside)", top) for name, top in values.items()),
+            Fragment("if STORES:"),
+            *(Fragment("    tl.store(work + i, score, mask=inside)") for _ in score),
             *([_KEPT] if first else []),
             *(fragment(f"tl.store({c.name}_at + i, {{}}, mask=inside)", printer.value(c.body)) for c in one.columns),
             *(Fragment(_LOWER) for _ in score if evict.by != "heads"),

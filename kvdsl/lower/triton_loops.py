@@ -71,11 +71,16 @@ def values_of(step: Step, slots: str, uses: Iterable[Use], rows: Rows | None = N
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
         *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(step).items() if name in inputs),
-        *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in columns if name != PAGE),
+        *(load_column(name) for name in columns if name != PAGE),
         *([_page(step)] if PAGE in columns else []),
         *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
         *(_from_work(name, rows or {}) for name in names_of(uses, "row")),
     ]
+
+
+def load_column(name: str) -> Fragment:
+    """Print the statement that names a column's values."""
+    return Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)")
 
 
 def _page(step: Step) -> Fragment:

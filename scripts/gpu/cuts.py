@@ -1,10 +1,10 @@
-"""Experiment 4: RoCo's step with other sizes of splits, blocks and programs, and EQUIP's without rotated halves."""
+"""Experiment 4: RoCo's step with other sizes of splits, blocks and programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvdsl.runtime.gpu import sizes
@@ -43,7 +43,7 @@ CUTS = (
 
 
 def run(setting: Setting, lines: Lines) -> int:
-    """Every cut at every shape, and EQUIP with and without halves."""
+    """Every cut at every shape."""
     lines.tell(**setting.environment(), missing=setting.missing())
     return 1 if sum(told(lines, shape, _rows(shape, setting)) for shape in setting.sizes.parts) else 0
 
@@ -57,12 +57,6 @@ def _rows(shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
                 yield {"policy": "roco", "cut": cut.name} | attempt(
                     lambda: median_ms(setting, graph_of(spec, shape, layers, setting)[0]) / layers
                 )
-    if "equip_blocks" in setting.names:
-        cached = cache_class("equip_blocks").spec
-        for name, spec in (("halves", cached), ("no halves", replace(cached, rope_cached=False))):
-            yield {"policy": "equip_blocks", "cut": name} | attempt(
-                lambda spec=spec: median_ms(setting, graph_of(spec, shape, layers, setting)[0]) / layers
-            )
 
 
 @contextmanager

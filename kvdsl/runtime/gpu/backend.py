@@ -112,7 +112,6 @@ class TritonBackend:
             if state.spec.compact:
                 stays_where_it_is(copies.keep_length(state))
             copies.keep(state, 1)
-            copies.keep_halves(state, call.rope)
             if (rope := _turns(state, call)) is not None:
                 digits(rope, state.position.device)
         return out
@@ -142,7 +141,7 @@ class TritonBackend:
         state.check_fits(call.key, call.value, *state.position.shape[:2])
         tokens = call.query.shape[2]
         state.make_room(tokens)
-        copies.keep_halves(state, call.rope)
+        copies.forget_halves(state)
         if state.spec.compact:
             copies.keep_length(state)
         with on(call.query.device):
@@ -195,7 +194,7 @@ class TritonBackend:
         block_size = layout.size if isinstance(layout, Blocks | Lent) else 0
         alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
         settle, options = alone, ALONE_OPTIONS
-        if self.kernels.SPREADS:
+        if self.kernels.CONSTANTS["SPREADS"]:
             settle, options = sizes.settle(work.splits, work.pieces, work.width, rope), SETTLE_OPTIONS
         arguments = work.tensors | {
             **fresh,
@@ -211,8 +210,8 @@ class TritonBackend:
             **self.kernels.CONSTANTS, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
-            "HALVES": state.spec.rope_cached and rope is not None,
             "BESIDE": isinstance(layout, Lent),
+            "HALVES": False, "half_keys": None,  # both halves of a key are in registers, and the second's negative is exact
         }  # fmt: skip
         if isinstance(layout, Lent):
             yield layout.launch(arguments, back=False)
@@ -319,7 +318,7 @@ def workspace_of(
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(slots)
     splits += isinstance(state.layout, Lent)
-    pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
+    pieces, per_piece = sizes.pieces(*cut) if kernels.CONSTANTS["SPREADS"] else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages=chooses_pages(kernels)))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
     return Workspace(fits(state, kernels, sizes), tensors, splits, per_split, pieces, per_piece, choose, _width(state))

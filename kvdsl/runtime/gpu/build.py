@@ -68,9 +68,7 @@ OF_STEPS = ("slots", "per_split", "per_piece", "width")
 OF_PROMPTS = ("over_slots", "observe")
 """Kernels over a prompt's tokens, in any number. A decode step's slots are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
 
-_OF_THE_MODEL = frozenset(
-    ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds", "half_keys")
-)
+_OF_THE_MODEL = frozenset(("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"))
 """Arguments in the model's dtype."""
 
 _TYPES = {
@@ -122,7 +120,7 @@ class Shape:
     Attributes:
         group: query heads per KV head. head_dim: size of a key and of a value. dtype: one of `DTYPES`.
         some_rows: whether a step serves some of the cache's rows, as in a serving engine (`kvdsl.runtime.gpu.rows`).
-        block: slots per block; 0: contiguous slots. halves: whether the cache stores rotated halves of keys, under compact positions.
+        block: slots per block; 0: contiguous slots.
         kv_dtype: the cache's. Unless it is `model`, kernels receive float32 vectors from a model of any dtype.
     """
 
@@ -131,7 +129,6 @@ class Shape:
     dtype: str = "bf16"
     some_rows: bool = False
     block: int = 0
-    halves: bool = False
     kv_dtype: str = "model"
 
     @property
@@ -195,11 +192,13 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     rope = shape.rope if kernels.CONSTANTS["COMPACT"] else None
     width = SKETCHED if kernels.CONSTANTS["SKETCHES"] else 0
     common = _common(kernels, shape, rope) | {
-        "SPREADS": kernels.SPREADS,
         "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),
     }
     observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
-    alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
+    alone, settles = (
+        sizes.settle(SPLITS, PIECES, alone=True),
+        SETTLE_OPTIONS if kernels.CONSTANTS["SPREADS"] else ALONE_OPTIONS,
+    )
     found = [
         ("make_room", "make_room", alone, ALONE_OPTIONS, True),
         (
@@ -213,7 +212,13 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
         ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
         ("attend", attend, sizes.attend(rope, packed=shape.kv_dtype != "model"), sizes.attend_options, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
-        ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.SPREADS), settles, True),
+        (
+            "settle",
+            "settle",
+            sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.CONSTANTS["SPREADS"]),
+            settles,
+            True,
+        ),
         ("agree", "agree", alone, ALONE_OPTIONS, True),
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
@@ -250,11 +255,11 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         "BEFORE": False,
         "SIZE": shape.block,
         "KV": shape.kv_dtype,
-        "HALVES": shape.halves and rope is not None,
+        "HALVES": False,
         "BESIDE": False,
     }
     absent = (
-        {"sinks", "slopes", "order", "beside", "beside_lse"}
+        {"sinks", "slopes", "order", "half_keys", "beside", "beside_lse"}
         | (set() if shape.some_rows else {"which"})
         | ({"rank", "length", "angles"} if rope is None else set())
     )
@@ -262,7 +267,7 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
     absent |= set() if constants["BOUNDS"] else {"page_bounds"}
     absent |= set() if constants["REDUCTIONS"] else {"reduced"}
     absent |= set() if constants["COUNTS"] else {"live_slots"}
-    absent |= (set() if shape.block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
+    absent |= set() if shape.block else {"table"}
     return constants | dict.fromkeys(absent)
 
 

@@ -176,23 +176,22 @@ def found_by_all(lowest, victim, certain, pair, pieces, PIECES_PAD: tl.constexpr
 
 
 @triton.jit
-def unless_some_left(position, kept, slot, found, slots, now, live, first, last, ENDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Check that the `first` and `last` tokens are where the programs assumed, and return the first victim.
+def ends_are_there(found, live, first, last):
+    """Return whether the `first` and `last` tokens are where the programs assumed. If fewer were `found`, some have been evicted before."""
+    return found >= tl.minimum(first, live) + tl.minimum(last, live)
 
-    If fewer were `found`, earlier evictions removed some of them. Then protect the current first and last tokens with class ENDS, and
-    return -1: the victim is unknown.
-    """
+
+@triton.jit
+def protect_ends(position, kept, slots, now, live, first, last, ENDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Protect the current `first` and `last` tokens with class ENDS."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
-    if found < tl.minimum(first, live) + tl.minimum(last, live):
-        up_to = first_protected(position, slots, now, live, first, BLOCK)
-        since = last_protected(position, slots, now, live, last, BLOCK)
-        for start in range(0, slots, WHOLE):
-            i = start + tl.arange(0, WHOLE)
-            pos = tl.load(position + i, mask=i < slots, other=-1)
-            tl.store(kept + i, ENDS, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
-        tl.debug_barrier()
-        slot = -1
-    return slot
+    up_to = first_protected(position, slots, now, live, first, BLOCK)
+    since = last_protected(position, slots, now, live, last, BLOCK)
+    for start in range(0, slots, WHOLE):
+        i = start + tl.arange(0, WHOLE)
+        pos = tl.load(position + i, mask=i < slots, other=-1)
+        tl.store(kept + i, ENDS, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
+    tl.debug_barrier()
 
 
 # -- victims -----------------------------------------------------------------------------------------------------------
@@ -238,28 +237,35 @@ def _newest_held(position, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Evict one slot, as every step of the steady state does. Return it, or -1 if TRIES attempts find none.
+def evict_known(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Evict the lowest slot, as nearly every step of the steady state does. Return it, or -1 if a `keep top` protects it or it is -1.
 
-    Take the lowest slot and count the slots above it in each `keep top`. If a top protects it, try the next lowest.
+    Of `scores` only the rows of each `keep top` are read, to count the slots above it; `kept` is not.
     """
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
+    leaves = slot >= 0
+    own = tl.maximum(slot, 0)
+    pos = tl.load(position + own)
+    for t in tl.static_range(TOPS):
+        top = scores + (1 + t) * slots
+        bar = _key(tl.load(top + own), pos)
+        leaves = leaves & (_above(position, top, kept, slots, NOBODY, bar, EVERYTHING, WHOLE) >= tops[t])
+    if leaves:
+        tl.store(position + own, -1)
+    return tl.where(leaves, own, -1)
+
+
+@triton.jit
+def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Evict the lowest slot that no `keep top` protects. Return it, or -1 if TRIES attempts find none."""
     gone, tries = -1, 0
     while (tries < TRIES) & (gone < 0):
         if slot < 0:
             slot = _lowest(position, scores, kept, slots, BLOCK)
-        leaves = slot >= 0
-        own = tl.maximum(slot, 0)
-        pos = tl.load(position + own)
-        for t in tl.static_range(TOPS):
-            top = scores + (1 + t) * slots
-            bar = _key(tl.load(top + own), pos)
-            leaves = leaves & (_above(position, top, kept, slots, NOBODY, bar, EVERYTHING, BLOCK) >= tops[t])
-        if leaves:
-            tl.store(position + own, -1)
-        elif slot >= 0:
-            tl.store(kept + own, 1)
+        gone = evict_known(position, scores, kept, slots, slot, tops, TOPS, BLOCK)
+        if (gone < 0) & (slot >= 0):
+            tl.store(kept + slot, 1)
             tl.debug_barrier()
-        gone = tl.where(leaves, own, -1)
         tries = tl.where(slot >= 0, tries + 1, TRIES)
         slot = -1
     return gone

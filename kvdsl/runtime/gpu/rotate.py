@@ -70,15 +70,6 @@ def _pairs(start, held, PAIRS: tl.constexpr, P_PAD: tl.constexpr, INTERLEAVED: t
 
 
 @triton.jit
-def place_half(half, key, PAIRS: tl.constexpr, P_PAD: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Store a key's rotated half: a pair (a, b) becomes (-b, a), as in `Rope.rotate_half`. `half`, `key`: one vector each."""
-    j = tl.arange(0, 2 * P_PAD)
-    first, partner = _partner(j, PAIRS, INTERLEAVED)
-    x = tl.load(key + OFFSET + partner, mask=j < 2 * PAIRS, other=0.0).to(tl.float32)
-    tl.store(half + j, tl.where(first, -x, x).to(half.dtype.element_ty), mask=j < 2 * PAIRS)
-
-
-@triton.jit
 def _partner(j, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return whether rotated dims j, counted from OFFSET, are first in their pair, and the other dim of each pair."""
     if INTERLEAVED:

@@ -51,6 +51,12 @@ def keep_halves(state: SlotState, rope: Rope | None) -> None:
         stays_where_it_is(state.half_keys)
 
 
+def forget_halves(state: SlotState) -> None:
+    """Drop the rotated halves, for a backend that does not keep them up to date."""
+    if state.spec.rope_cached and state.half_keys.numel():
+        state.half_keys = state.half_keys.new_empty(*state.half_keys.shape[:2], 0, 0)
+
+
 def keep_room_for_halves(state: SlotState) -> None:
     """Allocate the rotated halves, uninitialized, if the policy caches them."""
     if state.spec.rope_cached:

@@ -25,7 +25,7 @@ def kernels_of(source: Path) -> Any:
     """Return the kernels of a generated `kernels_triton.py` by name, with its constants.
 
     Attributes:
-        CONSTANTS: the kernels' constants that depend on the policy. SPREADS: whether several programs of `settle` share a head's slots.
+        CONSTANTS: the kernels' constants that depend on the policy; `kvdsl.lower.triton.TritonPlan` explains some.
         All kernels in KERNELS; others are missing.
     """
     generated = vars(_module(f"{source.parent.name}.{source.stem}", source))

@@ -72,7 +72,9 @@ def update(
     SELECTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fold the query into the columns of the slots from `begin` to `end` that it sees. Only called with OBSERVES."""
+    """Fold the query into the columns of the slots from `begin` to `end` that it sees. Only called if queries change columns and the policy
+    does not MERGE.
+    """
 
 
 @triton.jit
@@ -110,6 +112,10 @@ def rank_slots(
     own_pair,
     head,
     heads,
+    logits,
+    base,
+    above,
+    taken,
     begin,
     end,
     slots,
@@ -119,6 +125,11 @@ def rank_slots(
     last,
     window,
     random_key,
+    OBSERVES: tl.constexpr,
+    STORES: tl.constexpr,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    SELECTS: tl.constexpr,
     SIZE: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -130,7 +141,10 @@ def rank_slots(
     ROW_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the slots' scores in `work` and their protection classes in `kept`; only those from `begin` to `end` if the policy SPREADS.
+    """Rank the slots; only those from `begin` to `end` if the policy SPREADS.
+
+    Store what each `keep top` ranks by in `work`, and with STORES scores there and protection classes in `kept`. With OBSERVES, only if the
+    policy MERGES, fold the query into the columns first, as `update` does.
 
     Returns:
         what `evicting.lower` has found, [BLOCK] each: the lowest keys, their slots, and counts of tokens at an end.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import evicting, layout, ops, packed, rotate, select
+from kvdsl.runtime.gpu import evicting, layout, ops, packed, select
 from kvdsl.runtime.gpu.kernels.hooks import (
     ends,
     find_columns,
@@ -59,7 +59,6 @@ def settle(
     rank,  # [R, H, N] int32: with COMPACT, number of earlier live tokens, -1 for a free slot
     length,  # [R, H] int32, output: tokens of the KV head
     gaps,  # [B, H, N] int32, output: number of slots freed up to each rank
-    half_keys,  # [R, H, N, 2 * PAIRS]: with HALVES, rotated halves of the keys
     query,  # [B, H * G, D]
     sketch,  # [R, H, W] int32: as in `look`, like the four below
     sketch_keys,  # [R, H, N, W]
@@ -73,8 +72,8 @@ def settle(
     columns,  # [C, R, H, N] float32: state columns
     cache_rows,  # R
     ring_rows,  # [rings] int32: first row of each ring in `columns`
-    work,  # [B, H, SCORES, N] float32, output: slot scores
-    kept,  # [B, H, N] int8, output: protection class per slot
+    work,  # [B, H, SCORES, N] float32, output: slot scores; see LAZY
+    kept,  # [B, H, N] int8, output: protection class per slot; see LAZY
     arrived,  # [B, H] int32: number of the KV head's programs that have finished; 0 before and after the launch
     lowest_found,  # [B, H, PIECES] int64, output: sort key of each program's first victim
     victims,  # [B, H, PIECES] int32, output: slot of that victim
@@ -104,11 +103,6 @@ def settle(
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     W_PAD: tl.constexpr,
-    HALVES: tl.constexpr,
-    PAIRS: tl.constexpr,  # number of rotated pairs of dims, the first at OFFSET
-    P_PAD: tl.constexpr,
-    OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     SINKS: tl.constexpr,
     SELECTS: tl.constexpr,  # whether the query attends to a selection
     ROWS: tl.constexpr,  # slots per block where keys or values are read
@@ -120,6 +114,8 @@ def settle(
     BOUNDS: tl.constexpr,  # whether it selects pages by bounds of their keys
     LOGITS: tl.constexpr,  # whether it reads what slots received of the query
     OBSERVES: tl.constexpr,  # whether queries change columns
+    MERGES: tl.constexpr,  # whether `rank_slots` folds them into columns, so that positions and columns are read once
+    LAZY: tl.constexpr,  # whether scores are stored only where the first victim is unknown or not the only one
     OBSERVED: tl.constexpr,  # whether a column reads the attention that selected slots received
     DRAWS: tl.constexpr,  # whether the policy draws random numbers
     SHARES: tl.constexpr,  # whether KV heads have different numbers of slots
@@ -184,9 +180,6 @@ def settle(
         if COMPACT:
             tl.store(rank + slot, live - 1)
             tl.store(length + own_pair, live - leaving)
-        if HALVES:
-            half_key = half_keys + (own_pair * slots + slot) * (2 * PAIRS)
-            rotate.place_half(half_key, new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
         if LOGITS:
             ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
         if SKETCHES:
@@ -210,7 +203,7 @@ def settle(
         place(own_numbers, own_columns, constants, supplied, slot, key, value, d, e, pair, head, heads, D, E)
 
     # Update the statistics of the slots that the query sees.
-    if OBSERVES:
+    if OBSERVES and not MERGES:
         tl.debug_barrier()
         update(
             own_numbers, own_columns, column_stride, position, logits, base, above, taken, begin, end, slots, now, live, window,
@@ -220,8 +213,9 @@ def settle(
     # Rank the slots; the last program to finish evicts, or else `agree`.
     if SCORES > 0:
         tl.debug_barrier()
-        if leaving == 0:
-            return
+        if not MERGES:  # noqa: SIM102 (the outer condition is static)
+            if leaving == 0:
+                return
         n_first, n_last = ends(own_numbers, now, live)
         if AGREES or POOLS:
             first = evicting.first_protected(position, slots, now, live, n_first, BLOCK)
@@ -230,20 +224,34 @@ def settle(
             first, last = evicting.ends(now, live, n_first, n_last)
         lowest, where, certain = rank_slots(
             own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair,
-            head, heads, begin, end, slots, now, live, first, last, window, random_key,
-            SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+            head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, random_key,
+            MERGES, not LAZY, G, G_PAD, SELECTS, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
         )  # fmt: skip
+        if MERGES:  # noqa: SIM102 (the outer condition is static)
+            if leaving == 0:
+                return
         if not AGREES:
             arrives_last = evicting.arrive(
                 arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain
             )
             if arrives_last:
                 victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
-                victim = evicting.unless_some_left(
-                    position, kept, victim, found, slots, now, live, n_first, n_last, ENDS, BLOCK
-                )
+                victim = tl.where(evicting.ends_are_there(found, live, n_first, n_last), victim, -1)
                 protected = tops(own_numbers, now, live) if TOPS > 0 else ()
-                gone = evicting.evict(position, work, kept, slots, leaving, victim, protected, TOPS, BLOCK)
+                gone = -1
+                if leaving == 1:
+                    gone = evicting.evict_known(position, work, kept, slots, victim, protected, TOPS, BLOCK)
+                if gone < 0:
+                    if LAZY:  # few steps need more than the first victim
+                        _, _, _ = rank_slots(
+                            own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants,
+                            own_row, own_pair, head, heads, logits, base, above, taken, 0, slots, slots, now, live, first, last, window,
+                            random_key, False, True, G, G_PAD, SELECTS, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+                        )  # fmt: skip
+                        tl.debug_barrier()
+                    if victim < 0:
+                        evicting.protect_ends(position, kept, slots, now, live, n_first, n_last, ENDS, BLOCK)
+                    gone = evicting.evict(position, work, kept, slots, leaving, victim, protected, TOPS, BLOCK)
                 if COMPACT:
                     tl.debug_barrier()
                     evicting.close_gaps(position, rank, gaps, slots, gone, BLOCK)
@@ -319,8 +327,8 @@ def make_room(
     last = evicting.last_protected(position, slots, now, live, n_last, BLOCK)
     lowest, where, _ = rank_slots(
         own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair,
-        head, heads, 0, slots, slots, now, live, first, last, window, random_key,
-        SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+        head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
+        False, True, 1, 1, False, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
     )  # fmt: skip
     if not AGREES:
         tl.debug_barrier()
@@ -439,8 +447,8 @@ def settle_prompt(
     last = evicting.last_protected(position, slots, now, live, n_last, BLOCK)
     lowest, where, _ = rank_slots(
         own_numbers, own_columns, column_stride, position, work, kept, None, None, None, None, constants, row, pair,
-        head, heads, 0, slots, slots, now, live, first, last, window, random_key,
-        0, "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
+        head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
+        False, True, 1, 1, False, 0, "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()
     _, victim = evicting.leaves_first(lowest, where)
