@@ -49,6 +49,7 @@ class Bound:
     """An evaluated function argument; None after a reported error."""
 
     value: Value | None
+    used: bool = True
 
 
 @dataclass(eq=False)

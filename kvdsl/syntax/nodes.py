@@ -343,7 +343,8 @@ def _fields(node: object) -> Iterator[object]:
         yield from value if isinstance(value, tuple) else (value,)
 
 
-def _of(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
+def of_kind(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
+    """Return the nodes of a kind, in order."""
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -466,7 +467,7 @@ class Test:
 
     def of(self, kind: type[Part]) -> list[Part]:
         """Return the steps of a kind, in order."""
-        return _of(self.steps, kind)
+        return of_kind(self.steps, kind)
 
     @property
     def texts(self) -> list[Prompt | Incoming]:
@@ -518,7 +519,7 @@ class Policy:
 
     def of(self, kind: type[Part]) -> list[Part]:
         """Return the statements of a kind, in order."""
-        return _of(self.statements, kind)
+        return of_kind(self.statements, kind)
 
     @property
     def heading(self) -> str:
