@@ -354,10 +354,14 @@ def _observed(body: Expr, scope: Scope) -> Array:
 
 def _reads_q(expr: Expr) -> bool:
     """Return whether a value differs between query heads. Folds and reductions over queries or KV heads inside it do not."""
-    if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
-        return False
-    own = (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or (isinstance(expr, TensorRef) and expr.group)
-    return own or any(_reads_q(child) for child in children(expr))
+    match expr:
+        case Fold() | Reduce(axis=Axis.QUERY | Axis.HEAD):
+            return False
+        case Input(name=name) if name in OF_QUERY_HEADS:
+            return True
+        case TensorRef(group=True):
+            return True
+    return any(map(_reads_q, children(expr)))
 
 
 def _with_inputs(scope: Scope, **more: Array) -> Scope:

@@ -7,7 +7,7 @@ from operator import is_
 from typing import TypeVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, TensorRef
+from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Policy, TensorRef
 from kvdsl.ir.nodes import children as children
 from kvdsl.ir.nodes import has as has
 from kvdsl.ir.nodes import parts_of as parts_of
@@ -34,7 +34,7 @@ def depth_of(expr: Expr) -> int:
 
 def of_one_slot(body: Expr) -> Iterator[Expr]:
     """Yield the largest parts of the body of a reduction over others that read only the other slot (`Other`), or only the slot itself."""
-    if isinstance(body, Other) or Axis.OTHER not in axes_of(body):
+    if body.kind == "other" or Axis.OTHER not in axes_of(body):
         yield body
     else:
         for child in children(body):
