@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable
 from inspect import isfunction, signature
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NoReturn, Union
 
+from kvdsl.budget import is_number
 from kvdsl.errors import KvdslError
 from kvdsl.ir.ops import OPERATORS, Strength
 from kvdsl.lang.places import Place, Text, here, joined
@@ -248,7 +249,7 @@ def _short(expression: Expression) -> str:
 
 def _stands(value: Any) -> bool:
     """Return whether a value can be an operand."""
-    return isinstance(value, Expression) or (isinstance(value, Real) and not isinstance(value, bool))
+    return isinstance(value, Expression) or is_number(value)
 
 
 def _side(value: Operand, strength: Strength) -> Text:

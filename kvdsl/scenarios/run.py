@@ -71,8 +71,8 @@ def run_scenario(scenario: Scenario) -> Outcome:
 
 def _unreached(steps: Sequence[syn.Step]) -> Iterator[Failure]:
     """Yield a failure for each expectation after a refusal."""
-    for step in steps:
-        if isinstance(step, syn.Expect) and step.what != "error":
+    for step in syn.of_kind(steps, syn.Expect):
+        if step.what != "error":
             yield Failure(step.span, "nothing can be expected here: the policy was refused earlier")
 
 
@@ -143,15 +143,16 @@ class _Run:
             self._check_without_tokens()
         for number, step in enumerate(self.scenario.test.steps):
             self.taken = number
-            if isinstance(step, syn.Prompt):
-                self._prompt(step)
-            elif isinstance(step, syn.Incoming):
-                for _ in range(step.times):
-                    self._incoming(step)
-            elif isinstance(step, syn.Turn):
-                self.last = self.text.end_turn()
-            elif isinstance(step, syn.Expect) and step.what != "error":
-                self._expect(step)
+            match step:
+                case syn.Prompt():
+                    self._prompt(step)
+                case syn.Incoming():
+                    for _ in range(step.times):
+                        self._incoming(step)
+                case syn.Turn():
+                    self.last = self.text.end_turn()
+                case syn.Expect() if step.what != "error":
+                    self._expect(step)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,7 @@ class Param:
     value: Expr
     range: Range | None
     override: bool = False
+    keyword: ClassVar[Literal["param"]] = "param"
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Let:
     parameters: tuple[Parameter, ...] | None
     value: Expr
     override: bool = False
+    keyword: ClassVar[Literal["let"]] = "let"
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Tensor:
     axes: tuple[Word, ...]
     file: Word
     override: bool = False
+    keyword: ClassVar[Literal["tensor"]] = "tensor"
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Given:
     default: Expr | None
     override: bool = False
     source: Word | None = None
+    keyword: ClassVar[Literal["given"]] = "given"
 
 
 Named = Param | Let | Tensor | Given
