@@ -33,6 +33,11 @@ class MisusedError(KvdslError, TypeError):
         return type(self), (self.message, self.help)
 
 
+def _operator(op: str) -> tuple[Callable[[Any, Operand], Expression], Callable[[Any, Operand], Expression]]:
+    """Return an operator's methods: of its left operand, and of its right one if the left is a number."""
+    return lambda left, right: _binary(op, left, right), lambda right, left: _binary(op, left, right)
+
+
 class Expression:
     """An expression of the language. It has no value in Python."""
 
@@ -50,71 +55,16 @@ class Expression:
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def __add__(self, other: Operand) -> Expression:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: Operand) -> Expression:
-        return _binary("+", other, self)
-
-    def __sub__(self, other: Operand) -> Expression:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: Operand) -> Expression:
-        return _binary("-", other, self)
-
-    def __mul__(self, other: Operand) -> Expression:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: Operand) -> Expression:
-        return _binary("*", other, self)
-
-    def __truediv__(self, other: Operand) -> Expression:
-        return _binary("/", self, other)
-
-    def __rtruediv__(self, other: Operand) -> Expression:
-        return _binary("/", other, self)
-
-    def __mod__(self, other: Operand) -> Expression:
-        return _binary("%", self, other)
-
-    def __rmod__(self, other: Operand) -> Expression:
-        return _binary("%", other, self)
-
-    def __pow__(self, other: Operand) -> Expression:
-        return _binary("**", self, other)
-
-    def __rpow__(self, other: Operand) -> Expression:
-        return _binary("**", other, self)
-
-    def __lt__(self, other: Operand) -> Expression:
-        return _binary("<", self, other)
-
-    def __le__(self, other: Operand) -> Expression:
-        return _binary("<=", self, other)
-
-    def __gt__(self, other: Operand) -> Expression:
-        return _binary(">", self, other)
-
-    def __ge__(self, other: Operand) -> Expression:
-        return _binary(">=", self, other)
-
-    def __eq__(self, other: Operand) -> Expression:  # type: ignore[override]
-        return _binary("==", self, other)
-
-    def __ne__(self, other: Operand) -> Expression:  # type: ignore[override]
-        return _binary("!=", self, other)
-
-    def __and__(self, other: Operand) -> Expression:
-        return _binary("and", self, other)
-
-    def __rand__(self, other: Operand) -> Expression:
-        return _binary("and", other, self)
-
-    def __or__(self, other: Operand) -> Expression:
-        return _binary("or", self, other)
-
-    def __ror__(self, other: Operand) -> Expression:
-        return _binary("or", other, self)
+    __add__, __radd__ = _operator("+")
+    __sub__, __rsub__ = _operator("-")
+    __mul__, __rmul__ = _operator("*")
+    __truediv__, __rtruediv__ = _operator("/")
+    __mod__, __rmod__ = _operator("%")
+    __pow__, __rpow__ = _operator("**")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __lt__, __le__, __gt__, __ge__ = (_operator(op)[0] for op in ("<", "<=", ">", ">="))
+    __eq__, __ne__ = _operator("==")[0], _operator("!=")[0]  # type: ignore[assignment]
 
     def __neg__(self) -> Expression:
         return Expression(joined("-", _side(self, Strength.FACTOR)), Strength.FACTOR, here())
