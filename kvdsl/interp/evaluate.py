@@ -16,10 +16,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import PREVIOUS, Axis, Call, ColumnRef, Expr, Fold, Input, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, POOLS, REDUCTIONS
-from kvdsl.ir.visitors import children, of_one_slot
+from kvdsl.ir.visitors import axes_of, children, of_one_slot
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -29,7 +28,7 @@ Remembered: TypeAlias = "Reduce | Fold | ColumnRef"
 
 
 class Rotation(Protocol):
-    """A model's rotation; see `kvdsl.interp.rotation.Rope`."""
+    """A model's rotation; see `kvdsl.interp.attention.Rope`."""
 
     def rotate(self, x: Array, shift: Array) -> Array:
         """Rotate vectors, [..., dim], by `shift` positions, [...]."""

@@ -10,7 +10,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group, rank_distances
+from kvdsl.interp.attention import (
+    Attention,
+    Call,
+    at_ranks,
+    attend,
+    is_visible,
+    over_group,
+    rank_distances,
+    selected,
+    sketch_dims,
+)
 from kvdsl.interp.evaluate import (
     Array,
     Indices,
@@ -30,7 +40,6 @@ from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.rounding import rounded
-from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef

@@ -3,7 +3,7 @@
 Nodes are immutable, hashable and compared by value. Only the checker makes a `Policy`, so later stages need no checks. Nodes have
 no positions in the source: only earlier stages report on it.
 
-An expression sees one KV head of one layer. Its axes (`kvdsl.ir.axes`) are those it varies over: queries (the tokens that attend),
+An expression sees one KV head of one layer. Its axes (`kvdsl.ir.visitors`) are those it varies over: queries (the tokens that attend),
 slots (the cached tokens) and dims (of a key, value or query vector).
 """
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Call,
@@ -28,7 +27,7 @@ from kvdsl.ir.nodes import (
     is_call,
 )
 from kvdsl.ir.ops import COMPARISONS, CONDITIONS, LOGICAL, POOLS, RANGES
-from kvdsl.ir.visitors import children, has, reads
+from kvdsl.ir.visitors import axes_of, children, has, reads
 
 T = TypeVar("T")
 

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
 from kvdsl.ir.ops import POOLS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import children
+from kvdsl.ir.visitors import axes_of, children
 from kvdsl.lower.expression import (
     Code,
     Fragment,

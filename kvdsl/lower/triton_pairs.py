@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Reduce, parts_of
+from kvdsl.ir.visitors import axes_of
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,

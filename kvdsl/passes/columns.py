@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     PREVIOUS,
     Axis,
@@ -33,7 +32,7 @@ from kvdsl.ir.nodes import (
     is_call,
 )
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS
-from kvdsl.ir.visitors import mapped, rewrite, walk, with_policy
+from kvdsl.ir.visitors import axes_of, mapped, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import from_formula, normal, plain
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import PREVIOUS, Axis, Call, Expr, Fold, Number, Reduce, call, is_call
 from kvdsl.ir.ops import FIXED
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import axes_of, children, walk
 
 ZERO, ONE, TWO, HALF = (Number(value=value) for value in (0, 1, 2, 0.5))
 

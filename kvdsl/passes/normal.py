@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Node, Number, Other, Policy, Rank, Reduce, Within, call, is_call
 from kvdsl.ir.ops import CONDITIONS, FUNCTIONS, OPERATORS, REDUCTIONS, Formula
-from kvdsl.ir.visitors import bottom_up, mapped, parts_of, rewrite, with_children, with_policy
+from kvdsl.ir.visitors import axes_of, bottom_up, mapped, parts_of, rewrite, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
 from kvdsl.passes.known import ONE, ZERO, is_fixed, known
 

@@ -13,7 +13,6 @@ from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import expressions, parts_of
 from kvdsl.passes.columns import add_columns
 from kvdsl.reference import PLACES, VALUES, VECTORS
-from kvdsl.scenarios.scenario import Scenario
 from kvdsl.sema.check import Checker
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.resolve import resolve
@@ -24,6 +23,34 @@ from kvdsl.syntax import nodes as syn
 
 MAX_TESTS = 100
 MAX_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A test that its policy can run.
+
+    Attributes:
+        test: the syntax.
+        policy: the policy with the test's settings, on state columns; None if it is refused, as the test expects.
+        layer, layers: the layer, counted from 0, and the number of layers.
+        heads: the number of KV heads.
+        group: the number of query heads of each.
+        key_dim, value_dim: the sizes of keys and values; 1, and every number 0, if the test gives none.
+    """
+
+    test: syn.Test
+    policy: Policy | None
+    layer: int = 0
+    layers: int = 1
+    heads: int = 1
+    group: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
+
+    @property
+    def title(self) -> str:
+        """The test's title."""
+        return self.test.title.text
 
 
 def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) -> tuple[Scenario, ...]:

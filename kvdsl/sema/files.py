@@ -25,7 +25,7 @@ from kvdsl.syntax.reader import read_source
 from kvdsl.syntax.shape import parse_module
 
 if TYPE_CHECKING:
-    from kvdsl.scenarios.scenario import Scenario
+    from kvdsl.scenarios.check import Scenario
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.helps import offer
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Fold, GivenRef, Input, Rank, Reduce, TensorRef, is_call, is_reduction
 from kvdsl.ir.ops import FIXED, INPUTS, POOLS
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, walk
+from kvdsl.ir.visitors import axes_of, children, has, of_query_heads, parts_of, reads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 

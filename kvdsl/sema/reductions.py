@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import instead, leave_out, offer, operand
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Fold, Input, Rank, Reduce, Within, is_call, is_reduction
 from kvdsl.ir.ops import POOLS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import axes_of, walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
 from kvdsl.sema import values
 from kvdsl.sema.needs import (
