@@ -197,31 +197,26 @@ def _short(expression: Expression) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _stands(value: Any) -> bool:
-    """Return whether a value can be an operand."""
-    return isinstance(value, Expression) or is_number(value)
-
-
 def _side(value: Operand, strength: Strength) -> Text:
     """Return an operand, in parentheses if it binds too weakly."""
-    text, own = written(value), value.strength if isinstance(value, Expression) else _strength(value)
-    return text if own >= strength else joined("(", text, ")")
-
-
-def _strength(number: float) -> Strength:
-    return Strength.ATOM if number >= 0 else Strength.FACTOR
+    made = _expression(value)
+    return made.text if made.strength >= strength else joined("(", made.text, ")")
 
 
 def written(value: Operand) -> Text:
     """Return an expression or number as text of the language."""
+    return _expression(value).text
+
+
+def _expression(value: Any) -> Expression:
+    """Return an operand as an expression."""
     if isinstance(value, Expression):
-        return value.text
-    if not _stands(value):
+        return value
+    if not is_number(value):
         raise MisusedError(f"`{value!r:.40}` cannot be part of an expression", "use names of `kvdsl.lang` and numbers")
-    if isinstance(value, Integral):
-        return Text(str(int(value)))
     if not math.isfinite(value):
         raise MisusedError(
             f"`{float(value)}` is not a number of the language", "use `everything` for an unlimited number of tokens"
         )
-    return Text(repr(float(value)))
+    text = str(int(value)) if isinstance(value, Integral) else repr(float(value))
+    return Expression(Text(text), Strength.ATOM if float(value) >= 0 else Strength.FACTOR)

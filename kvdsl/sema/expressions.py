@@ -34,7 +34,7 @@ from kvdsl.sema import values
 from kvdsl.sema.arguments import example, how_to_call, match_arguments, without_ranges
 from kvdsl.sema.forms import Forms
 from kvdsl.sema.reductions import Over, in_fewer_words, vector
-from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
+from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName, is_function
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
@@ -380,7 +380,7 @@ class Expressions(Forms):
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
             return None
-        functions = {name for name in scope.known() if _is_function(scope.find(name))}
+        functions = {name for name in scope.known() if is_function(scope.find(name))}
         habit = habits.FUNCTIONS.get(name)
         help = did_you_mean(name, NAMED_FUNCTIONS | functions) if habit is None else habit.filled(node)
         help = help or f"a function of yours is a `let`: `let {name}(x) = ...`"
@@ -553,8 +553,4 @@ class Expressions(Forms):
 
 def _values_of(scope: Scope) -> Iterator[str]:
     """Return the names that are read without arguments."""
-    return (name for name in scope.known() if not _is_function(scope.find(name)))
-
-
-def _is_function(definition: Definition | None) -> bool:
-    return isinstance(definition, LetName) and definition.let.parameters is not None
+    return (name for name in scope.known() if not is_function(scope.find(name)))

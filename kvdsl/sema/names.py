@@ -85,7 +85,7 @@ def stem_problem(stem: str) -> str | None:
 def check_definition(statement: syn.Named, sink: Sink) -> bool:
     """Return whether the names that a statement defines are allowed; report them otherwise."""
     name = statement.name
-    if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
+    if name.text in _BUILT_IN and not (name.text == "budget" and statement.keyword == "param"):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"
         help = offer(f"choose another name, `my_{name.text}`", ", say")
         sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined", help)

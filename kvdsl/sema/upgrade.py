@@ -181,8 +181,9 @@ def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
     before = analyse(module.file)
     keeps = policy.of(syn.Keep)
     for one in keeps:
-        if one.scope == "last" and policy.parent is None and isinstance(one.count, syn.Constant) and one.count.value == 0:
-            yield _line(one), ""
+        match one:
+            case syn.Keep(scope="last", count=syn.Constant(value=0)) if policy.parent is None:
+                yield _line(one), ""
     said = any(one.scope == "last" for one in keeps)
     bounds = [*policy.of(syn.Budget), *policy.of(syn.Select)]
     own = bounds or any(one.name.text == "budget" and not one.override for one in policy.of(syn.Param))

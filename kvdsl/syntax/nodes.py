@@ -221,6 +221,7 @@ class Keep:
     count: Expr | None = None
     by: Expr | None = None
     override: bool = False
+    keyword: ClassVar[Literal["keep"]] = "keep"
 
 
 @dataclass(frozen=True)
