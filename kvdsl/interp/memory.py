@@ -95,10 +95,11 @@ class History:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """Return the reduction of a body, from its definition."""
-        if isinstance(leaf, Fold):
-            return per_slot(self._folded[leaf][moment.chosen])
-        if isinstance(leaf, ColumnRef):
-            raise LookupError(f"the history has no column `{leaf.name}`")
+        match leaf:
+            case Fold():
+                return per_slot(self._folded[leaf][moment.chosen])
+            case ColumnRef(name=name):
+                raise LookupError(f"the history has no column `{name}`")
         slots = self._received[leaf.body]
         first = -np.inf
         if leaf.last is not None:

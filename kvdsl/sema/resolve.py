@@ -244,6 +244,7 @@ def _scope(placed: Placed) -> str:
 
 def _of_new_default(statement: syn.Named, before: syn.Statement) -> syn.Named:
     """Let a clause `param x = 5` inherit the param's unit and range; return other clauses as they are."""
-    if not isinstance(statement, syn.Param) or not isinstance(before, syn.Param):
-        return statement
-    return replace(statement, unit=statement.unit or before.unit, range=statement.range or before.range)
+    match statement, before:
+        case syn.Param(unit=unit, range=limits), syn.Param():
+            return replace(statement, unit=unit or before.unit, range=limits or before.range)
+    return statement
