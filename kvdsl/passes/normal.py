@@ -82,7 +82,7 @@ def same_key(condition: Expr) -> tuple[Expr, float] | None:
     if not is_call(condition, "=="):
         return None
     for other, own in (condition.args, condition.args[::-1]):
-        if isinstance(other, Other) and Axis.OTHER not in axes_of(own):
+        if other.kind == "other" and Axis.OTHER not in axes_of(own):
             key = fold_expression(other.body)
             match fold_expression(own):
                 case same if same == key:
@@ -97,7 +97,7 @@ def of_the_other(body: Expr) -> Expr | None:
     if Axis.SLOT in axes_of(body) or any(Axis.OTHER in axes_of(part) for part in parts_of(body, Reduce)):
         return None
     # What replaces an `Other` is not entered: others inside it belong to inner reductions.
-    return rewrite(body, lambda part: part.body if isinstance(part, Other) else None)
+    return rewrite(body, lambda part: part.body if part.kind == "other" else None)
 
 
 # -- one spelling --------------------------------------------------------------------------------------------------------
