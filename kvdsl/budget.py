@@ -46,7 +46,7 @@ def with_ratio(given: Mapping[str, Any], params: Collection[str], policy: str) -
         raise KvdslError(f"{policy} has no param `budget` that a `ratio` could set")
     if rest.get("budget") is not None:
         raise KvdslError(f"`budget` and `ratio` of {policy} are both given; use one of them")
-    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < float(ratio) <= 1:
+    if not is_number(ratio) or not 0 < float(ratio) <= 1:
         raise KvdslError(f"`ratio` of {policy} is {ratio!r}; {RATE}")
     return {**rest, "budget": float(ratio)}
 
@@ -66,6 +66,11 @@ def spelled(value: float) -> str:
     if is_rate(value) and value == 1:
         return "1.0"
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
+
+
+def is_number(value: object) -> TypeGuard[Real]:
+    """Return whether a value is a real number; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:

@@ -14,13 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def encoded(content: str | bytes) -> bytes:
+    """Return a file's bytes; text is UTF-8."""
+    return content.encode() if isinstance(content, str) else content
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically, text as UTF-8: readers and crashes never see half of it.
 
     Raises:
         OSError: with the path, which the system's error for a full disk lacks.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = encoded(content)
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)

@@ -45,9 +45,12 @@ class Help(str):
 
 def fixes_of(help: str | None, span: Span) -> tuple[Fix, ...]:
     """Return the edits of a help for a finding at a place."""
-    ways = help.ways if isinstance(help, Help) else ()
-    made = [fix for way in ways if (fix := way(span)) is not None]
+    made = [fix for way in _ways(help) if (fix := way(span)) is not None]
     return tuple(fix for fix in made if fix.span.text != fix.text)
+
+
+def _ways(help: str | None) -> tuple[Way, ...]:
+    return help.ways if isinstance(help, Help) else ()
 
 
 def spoken(help: str | None, span: Span) -> tuple[str | None, tuple[Fix, ...]]:
@@ -113,7 +116,7 @@ def begin(text: str, line: str) -> Help:
 
 def both(*helps: str) -> Help:
     """Join helps into one sentence; their edits are alternatives."""
-    return Help("".join(helps), *(way for help in helps if isinstance(help, Help) for way in help.ways))
+    return Help("".join(helps), *(way for help in helps for way in _ways(help)))
 
 
 # -- edits -------------------------------------------------------------------------------------------------------------

@@ -142,18 +142,19 @@ def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> C
         DiagnosticError: if the clauses cannot be text of a policy.
     """
     imports = ""
-    if isinstance(base, Combined):
-        name, of = base.text, base.policy
-    elif isinstance(base, SourceFile):
-        name, of = name or base.name, policy_name(base.text) or base.stem
-    else:
-        is_shipped = shipped_policy(base.stem) == base
-        name = name or (base.stem if is_shipped else str(base))
-        text = base.read_text(encoding="utf-8-sig", errors="replace")
-        edition = re.search(r"^[ \t]*kv[ \t]+\d+", text, re.MULTILINE)
-        imports = f"import {base.stem}" if is_shipped else f'import "{base}"'
-        imports = f"{edition[0].strip() if edition else 'kv 1'}\n{imports}\n"
-        of = policy_name(text) or base.stem
+    match base:
+        case Combined():
+            name, of = base.text, base.policy
+        case SourceFile():
+            name, of = name or base.name, policy_name(base.text) or base.stem
+        case Path():
+            is_shipped = shipped_policy(base.stem) == base
+            name = name or (base.stem if is_shipped else str(base))
+            text = base.read_text(encoding="utf-8-sig", errors="replace")
+            edition = re.search(r"^[ \t]*kv[ \t]+\d+", text, re.MULTILINE)
+            imports = f"import {base.stem}" if is_shipped else f'import "{base}"'
+            imports = f"{edition[0].strip() if edition else 'kv 1'}\n{imports}\n"
+            of = policy_name(text) or base.stem
     from kvdsl.syntax.reader import normalized
 
     sink = Sink()

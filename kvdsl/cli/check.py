@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -67,8 +69,6 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
         raise click.UsageError("standard input cannot be watched")
     check = _Check(files, style, settings, deny_warnings)
     if watching:
-        from kvdsl.cli.watch import watch
-
         watch(check.findings, check.show, check.files)
     else:
         check.show(check.findings())
@@ -138,3 +138,50 @@ class _Check:
             report(found)
         elif self.names:
             click.echo(f"{len(self.names)} file{'s' if len(self.names) != 1 else ''} checked: no problems")
+
+
+# -- --watch ------------------------------------------------------------------------------------------------------------
+
+SECONDS = 0.2
+"""Seconds between checks of the files. Polling works on every system and network share."""
+
+Stamps = dict[Path, tuple[int, int] | None]
+T = TypeVar("T")
+
+
+def watch(read: Callable[[], T], show: Callable[[T], object], files: Callable[[], Iterable[Path]]) -> None:
+    """Read and show, and again after each change, until Ctrl-C.
+
+    Args:
+        files: the files that were read, if known.
+    """
+    try:
+        while True:
+            before, result = _read(read, files)
+            show(result)
+            while _stamps(files()) == before:
+                time.sleep(SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+def _read(read: Callable[[], T], files: Callable[[], Iterable[Path]]) -> tuple[Stamps, T]:
+    """Return the result of a read with its files' stamps from before; a file first found while reading triggers another read."""
+    while True:
+        before = _stamps(files())
+        result = read()
+        if before.keys() >= set(files()):
+            return before, result
+
+
+def _stamps(files: Iterable[Path]) -> Stamps:
+    return {path: _stamp(path) for path in files}
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return a file's modification time and size; None if it is inaccessible."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

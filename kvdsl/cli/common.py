@@ -213,17 +213,18 @@ def report_failure(failure: Exception, as_json: bool) -> int:
     """Report a failure; return its exit code."""
     from kvdsl.diagnostics import DiagnosticError, render_json, summary
 
-    if isinstance(failure, DiagnosticError):
-        report(failure.diagnostics)
-        if as_json:
-            errors = [one for one in failure.diagnostics if one.severity == "error"]
-            several = {"message": summary(failure.diagnostics), "help": None}
-            told = {"message": errors[0].message, "help": errors[0].help} if len(errors) == 1 else several
-            print_json({"error": told, "diagnostics": render_json(failure.diagnostics)})
-        return exit_code(failure.diagnostics)
-    if isinstance(failure, NoArgsIsHelpError):
-        click.echo(failure.format_message(), err=True)
-        return COULD_NOT_RUN
+    match failure:
+        case DiagnosticError():
+            report(failure.diagnostics)
+            if as_json:
+                errors = [one for one in failure.diagnostics if one.severity == "error"]
+                several = {"message": summary(failure.diagnostics), "help": None}
+                told = {"message": errors[0].message, "help": errors[0].help} if len(errors) == 1 else several
+                print_json({"error": told, "diagnostics": render_json(failure.diagnostics)})
+            return exit_code(failure.diagnostics)
+        case NoArgsIsHelpError():
+            click.echo(failure.format_message(), err=True)
+            return COULD_NOT_RUN
     known = _in_words(failure)
     if known is None and os.environ.get("KVDSL_DEBUG") == "1":
         traceback.print_exception(failure)
@@ -236,15 +237,15 @@ def report_failure(failure: Exception, as_json: bool) -> int:
 
 def _in_words(failure: Exception) -> tuple[str, str | None] | None:
     """Return a failure's message and fix; None for an internal error."""
-    if isinstance(failure, click.ClickException):
-        return _usage(failure)
-    if isinstance(failure, KvdslError):
-        return _one_line(str(failure)), None
-    if isinstance(failure, OSError) and failure.strerror:
-        about = f"{failure.filename}: " if failure.filename is not None else ""
-        return f"{about}{failure.strerror}", None
-    if isinstance(failure, ModuleNotFoundError) and not (failure.name or "").startswith("kvdsl"):
-        return f"this needs {failure.name}, which is not installed", "`kvdsl doctor` shows what is missing"
+    match failure:
+        case click.ClickException():
+            return _usage(failure)
+        case KvdslError():
+            return _one_line(str(failure)), None
+        case OSError(strerror=reason, filename=name) if reason:
+            return f"{name}: {reason}" if name is not None else reason, None
+        case ModuleNotFoundError(name=name) if not (name or "").startswith("kvdsl"):
+            return f"this needs {name}, which is not installed", "`kvdsl doctor` shows what is missing"
     return None
 
 

@@ -39,12 +39,16 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
     from kvdsl.syntax.reader import read
 
     found, sink = find_policy(policy), Sink()
-    if isinstance(found, Combined) or is_standard_input(policy):
-        assert isinstance(found, SourceFile)
-        _show_unfiled(found, only_path, as_json)
-        return
-    source = found if isinstance(found, SourceFile) else read(found, sink, str(policy))
-    path = Path(next(found.origins(found.span(0, 0))).file.name) if isinstance(found, SourceFile) else found
+    source: SourceFile | None
+    match found:
+        case Combined():
+            return _show_unfiled(found, only_path, as_json)
+        case SourceFile() if is_standard_input(policy):
+            return _show_unfiled(found, only_path, as_json)
+        case SourceFile():
+            source, path = found, Path(next(found.origins(found.span(0, 0))).file.name)
+        case Path():
+            source, path = read(found, sink, str(policy)), found
     if source is None:
         raise DiagnosticError(sink)
     if as_json:

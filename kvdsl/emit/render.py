@@ -14,7 +14,7 @@ from kvdsl.abi import ABI, VERSION
 from kvdsl.emit.environment import environment
 from kvdsl.emit.without import sentence
 from kvdsl.errors import KvdslError
-from kvdsl.files import write_whole
+from kvdsl.files import encoded, write_whole
 from kvdsl.ir.nodes import Policy, Tensor
 from kvdsl.lower.plan import PackagePlan
 from kvdsl.tensorfile import Stored, check_axes, read, written
@@ -80,7 +80,7 @@ def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes], 
 
 
 def _digest(content: str | bytes) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+    return hashlib.sha256(encoded(content)).hexdigest()
 
 
 def _tidy(text: str) -> str:

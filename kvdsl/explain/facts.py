@@ -276,10 +276,11 @@ def tensors_of(expr: Expr, policy: Policy) -> tuple[str, ...]:
     defaults = {param.name: param.default for param in policy.params}
     found: dict[str, None] = {}
     for node in walk(expr):
-        if isinstance(node, TensorRef):
-            found[node.name] = None
-        elif isinstance(node, ParamRef) and node.name in defaults:
-            found |= dict.fromkeys(tensors_of(defaults[node.name], policy))
+        match node:
+            case TensorRef(name=name):
+                found[name] = None
+            case ParamRef(name=name) if name in defaults:
+                found |= dict.fromkeys(tensors_of(defaults[name], policy))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from kvdsl.errors import KvdslError
-from kvdsl.generation.models import encode
+from kvdsl.generation.models import encode, ends_of
 from kvdsl.generation.spans import THINK, Message, Thinking, end_of, refuse_no_template, rendered
 from kvdsl.runtime.hf.cache import KVCache
 from kvdsl.runtime.hf.versions import with_cache
@@ -97,8 +97,7 @@ class Chat:
         )
         made: list[int] = (out if isinstance(out, Tensor) else out.sequences)[0, begin:].tolist()
         reply: str = self._tokenizer.decode(made, skip_special_tokens=True)
-        ends = self._model.generation_config.eos_token_id
-        if made and made[-1] in ([ends] if isinstance(ends, int) else ends or []):
+        if made and made[-1] in ends_of(self._model):
             made.pop()  # the template adds it before the next message
         self.ids += made
         thoughts.end(len(self.ids))

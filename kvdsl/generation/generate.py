@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from kvdsl.generation.models import quiet
+from kvdsl.generation.models import ends_of, quiet
 from kvdsl.generation.report import Generated
 from kvdsl.runtime.hf.cache import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
@@ -69,10 +69,7 @@ def generate(
 
 
 def _ending(model: Any, stop: Sequence[int]) -> dict[str, Any]:
-    if not stop:
-        return {}
-    own = model.generation_config.eos_token_id
-    return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *stop], "min_new_tokens": 1}
+    return {"eos_token_id": [*ends_of(model), *stop], "min_new_tokens": 1} if stop else {}
 
 
 def padding(tokenizer: Any) -> int | None:

@@ -79,6 +79,12 @@ def quiet() -> Iterator[None]:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
+def ends_of(model: Any) -> list[int]:
+    """Return the tokens with which a model ends what it writes."""
+    own = model.generation_config.eos_token_id
+    return [own] if isinstance(own, int) else own or []
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Return token ids without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

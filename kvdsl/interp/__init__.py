@@ -11,12 +11,11 @@ tokens decoded after each. Every backend is tested against it, so it uses no cod
     step.out, step.score, step.evicted
 """
 
-from kvdsl.interp.attention import Attention, Call, attend
+from kvdsl.interp.attention import Attention, Call, Rope, attend
 from kvdsl.interp.head import Head
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import Numbers, resolve, resolve_heads
-from kvdsl.interp.rotation import Rope
 from kvdsl.interp.settle import overflow, protected, victims
 from kvdsl.interp.text import Text
 

@@ -1,4 +1,4 @@
-"""Attention of one query token over the slots of one KV head."""
+"""Attention of one query token over the slots of one KV head: rotary positions, the softmax, and what a decode query attends to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,50 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from kvdsl.interp.evaluate import Array, Indices, Mask
-from kvdsl.interp.rotation import Rope
+from kvdsl.interp.evaluate import Array, Indices, Mask, ascending, at_least_one, page_of
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary positions: each pair of dims rotates by its own frequency times the position.
+
+    Attributes:
+        inv_freq: [pairs], radians per position.
+        pairing: the dims of a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
+        offset: the first rotated dim; only offset .. offset + 2 * pairs are rotated.
+    """
+
+    inv_freq: Array
+    pairing: Literal["half", "interleaved"] = "half"
+    offset: int = 0
+
+    @np.errstate(all="ignore")
+    def rotate(self, x: ArrayLike, shift: ArrayLike) -> Array:
+        """Rotate vectors, [..., dim], by `shift` positions, [...]; negative shifts rotate back."""
+        turned = np.array(x, dtype=np.float64)
+        angle = np.asarray(shift, dtype=np.float64)[..., None] * self.inv_freq
+        first, second = self._pairs()
+        a, b = turned[..., first], turned[..., second]
+        turned[..., first] = a * np.cos(angle) - b * np.sin(angle)
+        turned[..., second] = b * np.cos(angle) + a * np.sin(angle)
+        return turned
+
+    @np.errstate(all="ignore")
+    def pairs(self, x: ArrayLike) -> Array:
+        """Return at each dim of vectors, [..., dim], the L2 norm of its pair, or the magnitude of a dim that is not rotated."""
+        lengths = np.abs(np.array(x, dtype=np.float64))
+        first, second = self._pairs()
+        lengths[..., first] = lengths[..., second] = np.sqrt(lengths[..., first] ** 2 + lengths[..., second] ** 2)
+        return lengths
+
+    def _pairs(self) -> tuple[Indices, Indices]:
+        """Return the first and the second dim of each pair, [pairs] each."""
+        pair = np.arange(len(self.inv_freq), dtype=np.int64)
+        if self.pairing == "half":
+            return self.offset + pair, self.offset + len(pair) + pair
+        return self.offset + 2 * pair, self.offset + 2 * pair + 1
 
 
 @dataclass(frozen=True)
@@ -137,3 +178,51 @@ def over_group(x: Array, how: Literal["mean", "max", "sum", "each"]) -> Array:
     if how in ("mean", "each"):
         return np.asarray(x.mean(axis=0))
     return np.asarray(x.max(axis=0) if how == "max" else x.sum(axis=0))
+
+
+# -- what a decode query attends to ------------------------------------------------------------------------------------
+
+
+def sketch_dims(by: Array, count: float) -> Indices:
+    """Return the `count` highest dims, ascending; among equals the lower one, NaN lowest.
+
+    Raises:
+        ValueError: if there are fewer dims.
+    """
+    if count > len(by):
+        raise ValueError(f"a sketch of {count:g} dims of keys that have {len(by)}")
+    lower_wins = -np.arange(len(by))
+    return np.sort(ascending(by, lower_wins)[::-1][: int(count)])
+
+
+def selected(by: Array, position: Indices, protected: Mask, count: float, page: float, after: float = 0) -> Mask:
+    """Return which of the slots that a query sees, [n], it attends to.
+
+    The units are pages, of one token without a `page`. Units with a protected slot are always selected, the others by their highest
+    value; among equals the newer, NaN lowest.
+
+    Args:
+        by, position, protected: [n].
+        count: in tokens; at least one unit is selected.
+        page: the tokens of a page. after: the tokens before the first page.
+    """
+    unit_of = page_of(position, page, after)
+    units = np.unique(unit_of)
+    best = np.array([_highest(by[unit_of == unit]) for unit in units])
+    certain = np.array([protected[unit_of == unit].any() for unit in units], dtype=bool)
+    others = ascending(best, units)[::-1]
+    others = others[~certain[others]]
+    left = min(at_least_one(count / page) - np.count_nonzero(certain), len(others))
+    chosen = np.concatenate([units[certain], units[others[: max(0, int(left))]]])
+    return np.isin(unit_of, chosen)
+
+
+def taken_over(position: Indices, held: Indices, chosen: Mask) -> Mask:
+    """Return a lower layer's selection, from its slots with positions `held`, [n] or [G, n], for slots with the same positions."""
+    heads = [np.isin(position, held[own]) for own in chosen.reshape(-1, len(held))]
+    return np.stack(heads) if chosen.ndim == 2 else heads[0]
+
+
+def _highest(x: Array) -> float:
+    """Return the largest value; NaN is lower than any number."""
+    return float(x[ascending(x, np.zeros(len(x), dtype=np.int64))[-1]])

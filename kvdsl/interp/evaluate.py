@@ -16,10 +16,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import PREVIOUS, Axis, Call, ColumnRef, Expr, Fold, Input, Other, Rank, Reduce, TensorRef, is_call
+from kvdsl.ir.nodes import PREVIOUS, Axis, Call, ColumnRef, Expr, Fold, Input, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, POOLS, REDUCTIONS
-from kvdsl.ir.visitors import children, of_one_slot
+from kvdsl.ir.visitors import axes_of, children, of_one_slot
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -29,7 +28,7 @@ Remembered: TypeAlias = "Reduce | Fold | ColumnRef"
 
 
 class Rotation(Protocol):
-    """A model's rotation; see `kvdsl.interp.rotation.Rope`."""
+    """A model's rotation; see `kvdsl.interp.attention.Rope`."""
 
     def rotate(self, x: Array, shift: Array) -> Array:
         """Rotate vectors, [..., dim], by `shift` positions, [...]."""
@@ -172,10 +171,14 @@ def evaluate_group(expr: Expr, scope: Scope) -> Array:
 
 def differs_by_query_head(expr: Expr) -> bool:
     """Return whether a settle's value differs between the query heads of a group. Pools reduce over the group first."""
-    if is_call(expr, *POOLS) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
-        return False
-    own = (isinstance(expr, TensorRef) and expr.group) or expr == Input(name="q")
-    return own or any(map(differs_by_query_head, children(expr)))
+    match expr:
+        case Call(op=op) if op in POOLS:
+            return False
+        case Reduce(axis=Axis.QUERY) if expr.within != "text":
+            return False
+        case TensorRef(group=True) | Input(name="q"):
+            return True
+    return any(map(differs_by_query_head, children(expr)))
 
 
 def _over_text(expr: Reduce, scope: Scope) -> Array:
@@ -304,7 +307,7 @@ def _over_others(expr: Reduce, scope: Scope) -> Array:
     place, reduced = np.arange(scope.slots), []
     for slot in place:
         others = (place != slot) if expr.within == "all" else (place >= 0)
-        known = {part: x[others] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
+        known = {part: x[others if part.kind == "other" else place == slot] for part, x in parts.items()}
         compared = replace(scope, slots=int(others.sum()), known=known)
         body = _value(expr.body, compared)
         body = np.broadcast_to(body, (compared.slots, body.shape[1]))
@@ -317,7 +320,7 @@ def _over_others(expr: Reduce, scope: Scope) -> Array:
 
 def _of_every_slot(part: Expr, scope: Scope) -> Array:
     """Return for every slot a part that belongs to one of two compared slots, [slots, dims or 1]."""
-    found = _value(part.body if isinstance(part, Other) else part, scope)
+    found = _value(part.body if part.kind == "other" else part, scope)
     return np.broadcast_to(found, (scope.slots, found.shape[1]))
 
 

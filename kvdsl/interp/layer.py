@@ -11,13 +11,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvdsl.interp.attention import Call
+from kvdsl.interp.attention import Call, taken_over
 from kvdsl.interp.evaluate import Array, Indices, Mask, Peer, Scope, evaluate, evaluate_group, evaluate_number
 from kvdsl.interp.head import Head
 from kvdsl.interp.inputs import NO_TENSORS, NOTHING, Supplied, Tensors, of_head
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
-from kvdsl.interp.selection import taken_over
 from kvdsl.interp.settle import measured, overflow, room, shares, standing, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
 from kvdsl.ir.nodes import Policy

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kvdsl.interp.evaluate import WITH_ARGUMENT, Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, is_reduction
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, parts_of
 
@@ -95,10 +95,11 @@ class History:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """Return the reduction of a body, from its definition."""
-        if isinstance(leaf, Fold):
-            return per_slot(self._folded[leaf][moment.chosen])
-        if isinstance(leaf, ColumnRef):
-            raise LookupError(f"the history has no column `{leaf.name}`")
+        match leaf:
+            case Fold():
+                return per_slot(self._folded[leaf][moment.chosen])
+            case ColumnRef(name=name):
+                raise LookupError(f"the history has no column `{name}`")
         slots = self._received[leaf.body]
         first = -np.inf
         if leaf.last is not None:
@@ -268,7 +269,7 @@ def folds(policy: Policy) -> tuple[Fold, ...]:
 def _bodies(expr: Expr) -> Iterator[Expr]:
     for child in children(expr):
         yield from _bodies(child)
-    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
+    if is_reduction(expr, Axis.QUERY) and expr.within != "text":
         yield expr.body
         if expr.where is not None:
             yield expr.where

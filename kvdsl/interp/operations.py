@@ -10,7 +10,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group, rank_distances
+from kvdsl.interp.attention import (
+    Attention,
+    Call,
+    at_ranks,
+    attend,
+    is_visible,
+    over_group,
+    rank_distances,
+    selected,
+    sketch_dims,
+)
 from kvdsl.interp.evaluate import (
     Array,
     Indices,
@@ -30,7 +40,6 @@ from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.rounding import rounded
-from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef
@@ -354,10 +363,14 @@ def _observed(body: Expr, scope: Scope) -> Array:
 
 def _reads_q(expr: Expr) -> bool:
     """Return whether a value differs between query heads. Folds and reductions over queries or KV heads inside it do not."""
-    if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
-        return False
-    own = (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or (isinstance(expr, TensorRef) and expr.group)
-    return own or any(_reads_q(child) for child in children(expr))
+    match expr:
+        case Fold() | Reduce(axis=Axis.QUERY | Axis.HEAD):
+            return False
+        case Input(name=name) if name in OF_QUERY_HEADS:
+            return True
+        case TensorRef(group=True):
+            return True
+    return any(map(_reads_q, children(expr)))
 
 
 def _with_inputs(scope: Scope, **more: Array) -> Scope:

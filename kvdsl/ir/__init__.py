@@ -1,1 +1,1 @@
-"""The intermediate representation: nodes, axes, visitors, printer."""
+"""The intermediate representation: nodes, visitors, printer."""

@@ -3,7 +3,7 @@
 Nodes are immutable, hashable and compared by value. Only the checker makes a `Policy`, so later stages need no checks. Nodes have
 no positions in the source: only earlier stages report on it.
 
-An expression sees one KV head of one layer. Its axes (`kvdsl.ir.axes`) are those it varies over: queries (the tokens that attend),
+An expression sees one KV head of one layer. Its axes (`kvdsl.ir.visitors`) are those it varies over: queries (the tokens that attend),
 slots (the cached tokens) and dims (of a key, value or query vector).
 """
 
@@ -37,12 +37,12 @@ class _ByKind:
 
 def _expression(value: Any) -> Any:
     """Return an expression, given as a node or as `model_dump` writes it."""
-    if isinstance(value, Expression):
-        return value
-    kind = value.get("kind") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"an expression has one of the kinds {', '.join(_KINDS)}")
-    return _KINDS[kind].model_validate(value)
+    match value:
+        case Expression():
+            return value
+        case {"kind": str(kind)} if kind in _KINDS:
+            return _KINDS[kind].model_validate(value)
+    raise ValueError(f"an expression has one of the kinds {', '.join(_KINDS)}")
 
 
 if TYPE_CHECKING:
@@ -251,6 +251,11 @@ def call(op: str, *args: Expr) -> Call:
 def is_call(expr: Expr | None, *ops: str) -> TypeGuard[Call]:
     """Return whether an expression is one of these operations."""
     return isinstance(expr, Call) and expr.op in ops
+
+
+def is_reduction(expr: Expr, *axes: Axis) -> TypeGuard[Reduce]:
+    """Return whether an expression is a reduction over one of these axes."""
+    return isinstance(expr, Reduce) and expr.axis in axes
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:

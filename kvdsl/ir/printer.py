@@ -213,15 +213,15 @@ def _floored(count: Expr) -> Expr:
 
 def _by_page(expr: Expr, key: Expr) -> Expr:
     """Write `over page` and `over next page` with the key that counts pages."""
-    if not isinstance(expr, (Rank, Reduce)) or expr.within not in ("page", "next"):
-        return expr
-    if expr.within == "page":
-        return expr.model_copy(update={"within": "all", "by": key})
-    assert isinstance(expr, Reduce)
-    where: Expr = call("==", Other(body=key), call("+", key, Number(value=1)))
-    if expr.where is not None:
-        where = call("and", where, Other(body=expr.where))
-    return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=Other(body=expr.body), where=where)
+    match expr:
+        case Rank(within="page") | Reduce(within="page"):
+            return expr.model_copy(update={"within": "all", "by": key})
+        case Reduce(within="next"):
+            where: Expr = call("==", Other(body=key), call("+", key, Number(value=1)))
+            if expr.where is not None:
+                where = call("and", where, Other(body=expr.where))
+            return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=Other(body=expr.body), where=where)
+    return expr
 
 
 def _param(param: Param) -> str:

@@ -1,18 +1,60 @@
-"""Walk and rewrite expressions."""
+"""Walk and rewrite expressions; the axes over which they vary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, TensorRef
+from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, Reduce, TensorRef
 from kvdsl.ir.nodes import children as children
 from kvdsl.ir.nodes import has as has
 from kvdsl.ir.nodes import parts_of as parts_of
 from kvdsl.ir.nodes import walk as walk
-from kvdsl.ir.ops import OF_QUERY_HEADS
+from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, OPERATIONS
+
+# -- axes -------------------------------------------------------------------------------------------------------------
+
+NONE: frozenset[Axis] = frozenset()
+_SLOT: frozenset[Axis] = frozenset({Axis.SLOT})
+_DIM: frozenset[Axis] = frozenset({Axis.DIM})
+
+
+def axes_of(expr: Expr) -> frozenset[Axis]:
+    """Return the axes of an expression. A reduction over queries or other slots leaves one value per slot."""
+    return _AXES[expr.kind](expr)
+
+
+def _of_call(expr: Call) -> frozenset[Axis]:
+    return OPERATIONS[expr.op](NONE.union(*map(axes_of, expr.args)))
+
+
+def _of_other(expr: Other) -> frozenset[Axis]:
+    return (axes_of(expr.body) - _SLOT) | {Axis.OTHER}
+
+
+def _of_reduction(expr: Reduce) -> frozenset[Axis]:
+    inner = axes_of(expr.body) | (NONE if expr.where is None else axes_of(expr.where))
+    if expr.within in ("page", "next") or expr.by is not None:  # every slot has the value of its page or key
+        return inner | _SLOT
+    if expr.within == "text":
+        return inner - {Axis.QUERY}
+    return inner - {expr.axis} | (_SLOT if expr.axis in (Axis.QUERY, Axis.OTHER) else NONE)
+
+
+_AXES: Mapping[str, Callable[[Any], frozenset[Axis]]] = {
+    **dict.fromkeys(("number", "param"), lambda _: NONE),
+    **dict.fromkeys(("given", "column", "fold"), lambda _: _SLOT),
+    "input": lambda expr: INPUTS[expr.name].axes,
+    "tensor": lambda expr: _DIM if expr.dims else NONE,
+    "call": _of_call,
+    "reduce": _of_reduction,
+    "rank": lambda expr: axes_of(expr.body),  # the body varies over slots, and so does the key
+    "other": _of_other,
+}
+
+
+# -- walking and rewriting --------------------------------------------------------------------------------------------
 
 _Inside = TypeVar("_Inside", bound=Node)
 
@@ -34,7 +76,7 @@ def depth_of(expr: Expr) -> int:
 
 def of_one_slot(body: Expr) -> Iterator[Expr]:
     """Yield the largest parts of the body of a reduction over others that read only the other slot (`Other`), or only the slot itself."""
-    if isinstance(body, Other) or Axis.OTHER not in axes_of(body):
+    if body.kind == "other" or Axis.OTHER not in axes_of(body):
         yield body
     else:
         for child in children(body):

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable
 from inspect import isfunction, signature
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NoReturn, Union
 
+from kvdsl.budget import is_number
 from kvdsl.errors import KvdslError
 from kvdsl.ir.ops import OPERATORS, Strength
 from kvdsl.lang.places import Place, Text, here, joined
@@ -32,6 +33,11 @@ class MisusedError(KvdslError, TypeError):
         return type(self), (self.message, self.help)
 
 
+def _operator(op: str) -> tuple[Callable[[Any, Operand], Expression], Callable[[Any, Operand], Expression]]:
+    """Return an operator's methods: of its left operand, and of its right one if the left is a number."""
+    return lambda left, right: _binary(op, left, right), lambda right, left: _binary(op, left, right)
+
+
 class Expression:
     """An expression of the language. It has no value in Python."""
 
@@ -49,71 +55,16 @@ class Expression:
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def __add__(self, other: Operand) -> Expression:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: Operand) -> Expression:
-        return _binary("+", other, self)
-
-    def __sub__(self, other: Operand) -> Expression:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: Operand) -> Expression:
-        return _binary("-", other, self)
-
-    def __mul__(self, other: Operand) -> Expression:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: Operand) -> Expression:
-        return _binary("*", other, self)
-
-    def __truediv__(self, other: Operand) -> Expression:
-        return _binary("/", self, other)
-
-    def __rtruediv__(self, other: Operand) -> Expression:
-        return _binary("/", other, self)
-
-    def __mod__(self, other: Operand) -> Expression:
-        return _binary("%", self, other)
-
-    def __rmod__(self, other: Operand) -> Expression:
-        return _binary("%", other, self)
-
-    def __pow__(self, other: Operand) -> Expression:
-        return _binary("**", self, other)
-
-    def __rpow__(self, other: Operand) -> Expression:
-        return _binary("**", other, self)
-
-    def __lt__(self, other: Operand) -> Expression:
-        return _binary("<", self, other)
-
-    def __le__(self, other: Operand) -> Expression:
-        return _binary("<=", self, other)
-
-    def __gt__(self, other: Operand) -> Expression:
-        return _binary(">", self, other)
-
-    def __ge__(self, other: Operand) -> Expression:
-        return _binary(">=", self, other)
-
-    def __eq__(self, other: Operand) -> Expression:  # type: ignore[override]
-        return _binary("==", self, other)
-
-    def __ne__(self, other: Operand) -> Expression:  # type: ignore[override]
-        return _binary("!=", self, other)
-
-    def __and__(self, other: Operand) -> Expression:
-        return _binary("and", self, other)
-
-    def __rand__(self, other: Operand) -> Expression:
-        return _binary("and", other, self)
-
-    def __or__(self, other: Operand) -> Expression:
-        return _binary("or", self, other)
-
-    def __ror__(self, other: Operand) -> Expression:
-        return _binary("or", other, self)
+    __add__, __radd__ = _operator("+")
+    __sub__, __rsub__ = _operator("-")
+    __mul__, __rmul__ = _operator("*")
+    __truediv__, __rtruediv__ = _operator("/")
+    __mod__, __rmod__ = _operator("%")
+    __pow__, __rpow__ = _operator("**")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __lt__, __le__, __gt__, __ge__ = (_operator(op)[0] for op in ("<", "<=", ">", ">="))
+    __eq__, __ne__ = _operator("==")[0], _operator("!=")[0]  # type: ignore[assignment]
 
     def __neg__(self) -> Expression:
         return Expression(joined("-", _side(self, Strength.FACTOR)), Strength.FACTOR, here())
@@ -246,31 +197,26 @@ def _short(expression: Expression) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _stands(value: Any) -> bool:
-    """Return whether a value can be an operand."""
-    return isinstance(value, Expression) or (isinstance(value, Real) and not isinstance(value, bool))
-
-
 def _side(value: Operand, strength: Strength) -> Text:
     """Return an operand, in parentheses if it binds too weakly."""
-    text, own = written(value), value.strength if isinstance(value, Expression) else _strength(value)
-    return text if own >= strength else joined("(", text, ")")
-
-
-def _strength(number: float) -> Strength:
-    return Strength.ATOM if number >= 0 else Strength.FACTOR
+    made = _expression(value)
+    return made.text if made.strength >= strength else joined("(", made.text, ")")
 
 
 def written(value: Operand) -> Text:
     """Return an expression or number as text of the language."""
+    return _expression(value).text
+
+
+def _expression(value: Any) -> Expression:
+    """Return an operand as an expression."""
     if isinstance(value, Expression):
-        return value.text
-    if not _stands(value):
+        return value
+    if not is_number(value):
         raise MisusedError(f"`{value!r:.40}` cannot be part of an expression", "use names of `kvdsl.lang` and numbers")
-    if isinstance(value, Integral):
-        return Text(str(int(value)))
     if not math.isfinite(value):
         raise MisusedError(
             f"`{float(value)}` is not a number of the language", "use `everything` for an unlimited number of tokens"
         )
-    return Text(repr(float(value)))
+    text = str(int(value)) if isinstance(value, Integral) else repr(float(value))
+    return Expression(Text(text), Strength.ATOM if float(value) >= 0 else Strength.FACTOR)

@@ -68,8 +68,9 @@ def _refused(name: str, message: str, help: str) -> DiagnosticError:
 def _failed(path: Path, failure: BaseException) -> DiagnosticError:
     """Return an error at the line of a Python file that failed."""
     place = Place(str(path), 1)
-    if isinstance(failure, SyntaxError) and failure.filename == str(path) and failure.lineno is not None:
-        place = Place(str(path), failure.lineno)
+    match failure:
+        case SyntaxError(filename=name, lineno=line) if name == str(path) and line is not None:
+            place = Place(name, line)
     trace = failure.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):
@@ -77,9 +78,10 @@ def _failed(path: Path, failure: BaseException) -> DiagnosticError:
         trace = trace.tb_next
     text = " ".join(str(failure).split())
     sink = Sink()
-    if isinstance(failure, MisusedError):
-        sink.report(codes.PYTHON, place.span(), failure.message, failure.help)
-    else:
-        message = f"this raises `{type(failure).__name__}`{f': {text}' if text else ''}"
-        sink.report(codes.PYTHON, place.span(), message)
+    match failure:
+        case MisusedError(message=message, help=help):
+            sink.report(codes.PYTHON, place.span(), message, help)
+        case _:
+            message = f"this raises `{type(failure).__name__}`{f': {text}' if text else ''}"
+            sink.report(codes.PYTHON, place.span(), message)
     return DiagnosticError(sink)

@@ -126,12 +126,15 @@ class Text:
 
 def joined(*parts: str | Text) -> Text:
     """Concatenate parts."""
-    inner, at = list[tuple[int, Text]](), 0
+    inner, text = list[tuple[int, Text]](), ""
     for part in parts:
-        if isinstance(part, Text):
-            inner.append((at, part))
-        at += len(part if isinstance(part, str) else part.text)
-    return Text("".join(part if isinstance(part, str) else part.text for part in parts), tuple(inner))
+        match part:
+            case Text():
+                inner.append((len(text), part))
+                text += part.text
+            case str():
+                text += part
+    return Text(text, tuple(inner))
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,14 +127,15 @@ def _named(parts: Parts, outer: tuple[str, ...] = (), behind: tuple[str, ...] = 
     """Yield the parts with names for their slots; `outer` are words before them, `behind` words after them that tell choices apart."""
     words, first = outer, True
     for part in parts:
-        if isinstance(part, Slot):
-            yield Slot(part.kind, "_".join((*(words if first else words[-1:]), *behind)))
-            words, first = (), False
-        elif isinstance(part, Group):
-            yield _named_group(part, words if first else ())
-        else:
-            yield part
-            words += (part,) if part.isidentifier() else ()
+        match part:
+            case Slot():
+                yield Slot(part.kind, "_".join((*(words if first else words[-1:]), *behind)))
+                words, first = (), False
+            case Group():
+                yield _named_group(part, words if first else ())
+            case str():
+                yield part
+                words += (part,) if part.isidentifier() else ()
 
 
 def _named_group(group: Group, outer: tuple[str, ...]) -> Group:
@@ -153,23 +154,25 @@ def _words(parts: Parts) -> tuple[str, ...]:
 def _names(parts: Parts) -> Iterator[str]:
     """Yield the names of arguments."""
     for part in parts:
-        if isinstance(part, Slot):
-            yield part.name
-        elif isinstance(part, Group):
-            yield part.flag
-            yield from (name for one in part.choices for name in _names(one))
+        match part:
+            case Slot(name=name):
+                yield name
+            case Group(choices=choices, flag=flag):
+                yield flag
+                yield from (name for one in choices for name in _names(one))
 
 
 def _signature(parts: Parts) -> Iterator[str]:
     """Yield the arguments of a call, optional ones in brackets."""
     for part in parts:
-        if isinstance(part, Slot):
-            yield f"{part.name}={_SHOWN[part.kind]}" if part.name else _SHOWN[part.kind].strip("()")
-        elif isinstance(part, Group):
-            flag = [f"{part.flag}=True"] if part.flag else []
-            inner = " or ".join(", ".join(_signature(one)) for one in part.choices)
-            text = ", ".join([*flag, *([inner] if inner else [])])
-            yield f"[{text}]" if part.optional else text
+        match part:
+            case Slot(kind=kind, name=name):
+                yield f"{name}={_SHOWN[kind]}" if name else _SHOWN[kind].strip("()")
+            case Group():
+                flag = [f"{part.flag}=True"] if part.flag else []
+                inner = " or ".join(", ".join(_signature(one)) for one in part.choices)
+                text = ", ".join([*flag, *([inner] if inner else [])])
+                yield f"[{text}]" if part.optional else text
 
 
 _SHOWN = {"expr": "x", "NAME": '"word"', "range": "(low, high)", "list": "[a, b]"}
@@ -192,12 +195,13 @@ class _Writer:
     def write(self, parts: Parts) -> Iterator[str | Text]:
         """Yield the parts, each with a leading space."""
         for part in parts:
-            if isinstance(part, str):
-                yield f" {part}"
-            elif isinstance(part, Slot):
-                yield joined(" ", _WRITE[part.kind](self._take(part)))
-            elif (chosen := self._choice(part)) is not None:
-                yield from self.write(chosen)
+            match part:
+                case str():
+                    yield f" {part}"
+                case Slot():
+                    yield joined(" ", _WRITE[part.kind](self._take(part)))
+                case Group():
+                    yield from self.write(self._choice(part))
 
     def _take(self, slot: Slot) -> Any:
         if slot.name and slot.name in self.named:
@@ -210,14 +214,14 @@ class _Writer:
             return self.values.pop(0)
         raise _MisfitError
 
-    def _choice(self, group: Group) -> Parts | None:
-        """Return the chosen alternative of a group."""
+    def _choice(self, group: Group) -> Parts:
+        """Return the chosen alternative of a group; nothing if an optional one is left out."""
         flagged = group.flag in self.named and self.named.pop(group.flag) is not False
         for parts in group.choices:
             names = {*_names(parts)} - {""}
             if flagged or names & self.named.keys() or (Slot("expr") in parts and self.values):
                 return parts
-        return None if group.optional else group.choices[0]
+        return () if group.optional else group.choices[0]
 
 
 def _word(value: Any) -> Text:
@@ -228,10 +232,11 @@ def _word(value: Any) -> Text:
 
 def range_of(value: Any) -> Text:
     """Write `(2, ...)` as `2..`."""
-    if not (isinstance(value, tuple) and len(value) == 2):
-        raise MisusedError(f"`{value!r:.40}` is not a range", "write `(2, 9)`, both ends included, or `(2, ...)`")
-    low, high = (Text("") if end is ... else written(end) for end in value)
-    return joined(low, "..", high)
+    match value:
+        case (first, last) if isinstance(value, tuple):
+            low, high = (Text("") if end is ... else written(end) for end in (first, last))
+            return joined(low, "..", high)
+    raise MisusedError(f"`{value!r:.40}` is not a range", "write `(2, 9)`, both ends included, or `(2, ...)`")
 
 
 def _list(value: Any) -> Text:

@@ -19,9 +19,8 @@ from kvdsl.ir.nodes import (
     Number,
     Rank,
     Reduce,
-    is_call,
+    is_reduction,
 )
-from kvdsl.ir.ops import POOLS
 from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, rewrite
 from kvdsl.lower.cpp_expressions import (
     CAN,
@@ -49,6 +48,7 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     hoist,
+    is_of_all_slots,
     is_vector,
     names_of,
     of_slot_and_other,
@@ -275,11 +275,11 @@ def _hoist(
     inside = {part for expr in exprs for part in _inside_of_vectors(expr)}
 
     def statement(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Fragment | None:
-        if isinstance(expr, Reduce):
+        if expr.kind == "reduce":
             CAN.check(expr.op, expr.over)
-        if isinstance(expr, Reduce) and expr.axis not in (Axis.SLOT, Axis.OTHER):
-            if expr.axis is not Axis.DIM:
+            if expr.axis not in (Axis.SLOT, Axis.OTHER, Axis.DIM):
                 return None
+        if is_reduction(expr, Axis.DIM):
             if (sides := of_slot_and_other(expr)) is not None:
                 vector = SlotPrinter(view, names, over_dims=True, alone=alone)
                 both = (function_of(vector.value(side), SLOT, DIM) for side in (sides[0], sides[1].body))
@@ -293,16 +293,17 @@ def _hoist(
         if of_query_heads(expr) and not alone:
             raise NotLowerable("a reduction over slots of a value per query head")
         printer = SlotPrinter(view, names, alone=alone)
-        if isinstance(expr, Call):  # a pool
-            values, size = expr.args
-            parts = CountPrinter(view)(size), function_of(printer.value(values), SLOT)
-            return fragment(f"const auto {name} = {view}.{expr.op}({{}}, {{}});", *parts)
-        if isinstance(expr, Rank):
-            if expr.within == "heads":
+        match expr:
+            case Call(op=pool, args=(values, size)):
+                parts = CountPrinter(view)(size), function_of(printer.value(values), SLOT)
+                return fragment(f"const auto {name} = {view}.{pool}({{}}, {{}});", *parts)
+            case Rank(within="heads"):
                 raise NotLowerable("`rank(x over heads)`")
-            pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within == "page" else ()
-            body = function_of(printer.value(expr.body), SLOT)
-            return fragment(f"const auto {name} = {view}.rank({{}}{'{}' * len(pages)});", body, *pages)
+            case Rank():
+                pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within == "page" else ()
+                body = function_of(printer.value(expr.body), SLOT)
+                return fragment(f"const auto {name} = {view}.rank({{}}{'{}' * len(pages)});", body, *pages)
+        assert expr.kind == "reduce"
         vectors = dims_of(expr.body) != ""
         body, width = replace(printer, over_dims=vectors).value(expr.body), size_of_dims(view, expr.body) if vectors else "1"
         if expr.axis is Axis.OTHER:
@@ -325,10 +326,10 @@ def _hoist(
 
 def _inside_of_vectors(expr: Expr, *, inside: bool = False) -> Iterator[Expr]:
     """Yield reductions over dims inside values that vary over dims: a slot computes them once, not once per dim."""
-    if isinstance(expr, Reduce) and expr.axis is Axis.DIM and inside:
+    if is_reduction(expr, Axis.DIM) and inside:
         yield expr
-    if isinstance(expr, (Reduce, Rank)) or is_call(expr, *POOLS):
-        inside = isinstance(expr, Reduce) and (expr.axis is Axis.DIM or is_vector(expr))
+    if is_of_all_slots(expr):
+        inside = expr.kind == "reduce" and (expr.axis is Axis.DIM or is_vector(expr))
     for child in children(expr):
         yield from _inside_of_vectors(child, inside=inside)
 
@@ -377,15 +378,17 @@ def _count(view: str, count: Expr | None, step: Step) -> Value | None:
 
 def _reduced(count: Expr) -> Iterator[Expr]:
     """Yield what a number reduces over slots, as doubles."""
-    if isinstance(count, Reduce):
-        yield count.body if count.axis is Axis.SLOT else count
-    elif is_call(count, "enough"):
-        values, share, order = count.args
-        yield from (values, order)
-        yield from _reduced(share)
-    else:
-        for child in children(count):
-            yield from _reduced(child)
+    match count:
+        case Reduce(axis=Axis.SLOT, body=body):
+            yield body
+        case Reduce():
+            yield count
+        case Call(op="enough", args=(values, share, order)):
+            yield from (values, order)
+            yield from _reduced(share)
+        case _:
+            for child in children(count):
+                yield from _reduced(child)
 
 
 def _settle_if_own(step: Step) -> tuple[SettlePlan | None, str]:

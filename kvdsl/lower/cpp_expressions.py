@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import POOLS, RANGES, REDUCTIONS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
+from kvdsl.ir.visitors import axes_of
 from kvdsl.lower.expression import (
     Code,
     Fragment,

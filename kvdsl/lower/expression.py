@@ -8,15 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Call,
     Column,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Number,
     Other,
@@ -27,7 +27,7 @@ from kvdsl.ir.nodes import (
     is_call,
 )
 from kvdsl.ir.ops import COMPARISONS, CONDITIONS, LOGICAL, POOLS, RANGES
-from kvdsl.ir.visitors import children, has, reads
+from kvdsl.ir.visitors import axes_of, children, has, reads
 
 T = TypeVar("T")
 
@@ -38,9 +38,14 @@ OfAllSlots: TypeAlias = Reduce | Rank | Call
 """What is computed from all slots at once: a reduction, a rank, or a pool."""
 
 
+def is_of_all_slots(expr: Expr) -> TypeGuard[OfAllSlots]:
+    """Return whether an expression is computed from all slots at once."""
+    return expr.kind in ("reduce", "rank") or is_call(expr, *POOLS)
+
+
 def is_condition(expr: Expr) -> bool:
     """Return whether an expression is a condition rather than a number."""
-    return is_call(expr, *CONDITIONS) or (isinstance(expr, Other) and is_condition(expr.body))
+    return is_call(expr, *CONDITIONS) or (expr.kind == "other" and is_condition(expr.body))
 
 
 def reads_vectors(expr: Expr, *names: str) -> bool:
@@ -50,12 +55,13 @@ def reads_vectors(expr: Expr, *names: str) -> bool:
 
 def dims_of(body: Expr) -> str:
     """Return whose dims a reduction over dims ranges over: `v` if its body varies over those, else `k`; empty if it has none."""
-    if isinstance(body, TensorRef):
-        return "k" if body.dims else ""
-    if isinstance(body, Input):
-        return body.name if body.name in ("k", "v") else "k" if body.name == "q" else ""
-    if isinstance(body, Reduce) and body.axis is Axis.DIM:
-        return ""
+    match body:
+        case Input(name="v"):
+            return "v"
+        case Input(name="k" | "q") | TensorRef(dims=True):
+            return "k"
+        case Reduce(axis=Axis.DIM):
+            return ""
     return max((dims_of(child) for child in children(body)), default="")
 
 
@@ -291,18 +297,22 @@ class Printer(ABC):
 
 def _name(expr: Expr) -> str:
     """Return a node's key in `code`."""
-    if isinstance(expr, Call):
-        return expr.op
-    if isinstance(expr, Input):
-        return expr.name
-    return "vectors" if isinstance(expr, TensorRef) and expr.group else expr.kind
+    match expr:
+        case Call(op=name) | Input(name=name):
+            return name
+        case TensorRef(group=True):
+            return "vectors"
+    return expr.kind
 
 
 def missing(expr: Expr) -> str:
     """Return what a target has no code for, as text for a refusal."""
-    if isinstance(expr, TensorRef):
-        return f"tensors {'with vectors of query heads' if expr.group else 'of files'}, as `{expr.name}` is one"
-    return f"values from the caller, as `{expr.name}` is one" if expr.kind == "given" else f"`{_name(expr)}`"
+    match expr:
+        case TensorRef(name=name, group=group):
+            return f"tensors {'with vectors of query heads' if group else 'of files'}, as `{name}` is one"
+        case GivenRef(name=name):
+            return f"values from the caller, as `{name}` is one"
+    return f"`{_name(expr)}`"
 
 
 def hoist(
@@ -328,7 +338,7 @@ def hoist(
             return
         for child in children(expr):
             visit(child)
-        if isinstance(expr, (Reduce, Rank)) or is_call(expr, *POOLS):
+        if is_of_all_slots(expr):
             name = f"{_called(expr)}_{len(names) + 1}"
             found = compute(expr, name, names)
             if found is not None:
@@ -341,9 +351,7 @@ def hoist(
 
 
 def _called(expr: OfAllSlots) -> str:
-    if isinstance(expr, Reduce):
-        return f"{expr.op}_{RANGES[expr.over].replace(' ', '_')}"
-    return _name(expr)
+    return f"{expr.op}_{RANGES[expr.over].replace(' ', '_')}" if expr.kind == "reduce" else _name(expr)
 
 
 def whole(count: float) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 _VIEWS = frozenset({"unsqueeze", "number", "scalar", "exact", "vector", "vectors", "column", "ring", "double", "item"})
 """Calls too cheap for a local."""
@@ -63,8 +63,8 @@ def _places(text: str) -> Iterator[_Place]:
         module = ast.parse(_as_function(text))
     for statement in module.body[0].body:  # type: ignore[attr-defined]
         for node in _outside_lambdas(statement):
-            if _WORTH.get(type(node), lambda _: False)(node):
-                assert isinstance(node, ast.expr) and node.end_lineno is not None and node.end_col_offset is not None
+            if _is_worth(node):
+                assert node.end_lineno is not None and node.end_col_offset is not None
                 begin = starts[node.lineno - 2] + node.col_offset - 1
                 end = starts[node.end_lineno - 2] + node.end_col_offset - 1
                 yield _Place(node, begin, end, starts[statement.lineno - 2])
@@ -83,24 +83,28 @@ def _outside_lambdas(node: ast.AST) -> Iterator[ast.AST]:
             yield from _outside_lambdas(child)
 
 
-_WORTH: dict[type[ast.AST], Callable[[Any], bool]] = {
-    ast.Call: lambda call: isinstance(call.func, ast.Attribute) and call.func.attr not in _VIEWS,
-    ast.UnaryOp: lambda unary: not isinstance(unary.operand, (ast.Constant, ast.Name, ast.Attribute)),
-    ast.BinOp: lambda _: True,
-    ast.Compare: lambda _: True,
-}
-"""Whether an expression is worth a local, by its kind; others are not."""
+def _is_worth(node: ast.AST) -> TypeGuard[ast.expr]:
+    """Return whether a node is an expression that is worth a local."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name not in _VIEWS
+        case ast.UnaryOp(operand=ast.Constant() | ast.Name() | ast.Attribute()):
+            return False
+        case ast.UnaryOp() | ast.BinOp() | ast.Compare():
+            return True
+    return False
 
 
 def _called(node: ast.expr) -> str:
     """Return a name for an expression's local."""
-    if isinstance(node, ast.Call):
-        assert isinstance(node.func, ast.Attribute)
-        first = node.args[0] if node.args else None
-        kind = f"{first.value!s}_" if node.func.attr.startswith("over_") and isinstance(first, ast.Constant) else ""
-        return f"{kind}{node.func.attr}"
-    sign = node if isinstance(node, ast.Compare) else node.op  # type: ignore[attr-defined]
-    return _SIGNS[type(sign)]
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=[ast.Constant(value=first), *_]) if name.startswith("over_"):
+            return f"{first!s}_{name}"
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name
+        case ast.UnaryOp(op=sign) | ast.BinOp(op=sign):
+            return _SIGNS[type(sign)]
+    return _SIGNS[type(node)]
 
 
 def _numbered(text: str, mark: str) -> str:

@@ -26,6 +26,7 @@ from kvdsl.ir.nodes import (
     Tensor,
     call,
     is_call,
+    is_reduction,
 )
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.visitors import has, parts_of
@@ -322,7 +323,7 @@ def form_of(by: Expr) -> str:
         `dot` for q and k, `sketch_dot` for the same over the sketch's dims, `page_bound` for the upper bound of q times any key of the
         page (Quest), `page_mean` for q and the mean of the page's keys, else `expression`.
     """
-    if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
+    if not (is_reduction(by, Axis.DIM) and by.op == "sum"):
         return "expression"
     if _factors(by.body) == {Input(name="q"), Input(name="k")}:
         return "dot" if by.within == "all" else "sketch_dot"

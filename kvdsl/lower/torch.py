@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce
 from kvdsl.ir.ops import TABLED
-from kvdsl.ir.visitors import of_query_heads, parts_of
+from kvdsl.ir.visitors import axes_of, of_query_heads, parts_of
 from kvdsl.lower.expression import Fragment, fragment, names_of, texts, uses_of
 from kvdsl.lower.sharing import shared
 from kvdsl.lower.step import Step, for_target, in_layers

@@ -11,11 +11,10 @@ from copy import copy
 from types import MappingProxyType
 from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Other, Rank, Reduce, TensorRef, call, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Rank, Reduce, TensorRef, call, is_call
 from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import has, of_query_heads
+from kvdsl.ir.visitors import axes_of, has, of_query_heads
 from kvdsl.lower.expression import (
     ATOM,
     Code,
@@ -89,17 +88,15 @@ class _TorchPrinter(Printer):
 
     def _where(self, expr: Call) -> Fragment:
         condition, yes, no = expr.args
-        chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
+        chosen = self.of_dtype(yes.value) if yes.kind == no.kind == "number" else self.value(yes)
         return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
 
     def _extreme(self, expr: Call) -> Fragment:
         """Print min and max; with a literal it is a clamp."""
-        left, right = pair(expr)
-        if isinstance(left, Number):
-            left, right = right, left
-        if isinstance(right, Number):
-            bound = "min" if expr.op == "max" else "max"
-            return fragment(f"({{}}).clamp({bound}={{}})", self.value(left), self.number(right.value))
+        match pair(expr):
+            case (Number(value=bound), x) | (x, Number(value=bound)):
+                side = "min" if expr.op == "max" else "max"
+                return fragment(f"({{}}).clamp({side}={{}})", self.value(x), self.number(bound))
         return self.function(expr)
 
     code: ClassVar[Code] = {
@@ -181,7 +178,7 @@ class TokenPrinter(_TorchPrinter):
         return fragment("new.sqrt({})", self.value(expr.args[0]))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        body = self.of_dtype(expr.body.value) if isinstance(expr.body, Number) else self.value(expr.body)
+        body = self.of_dtype(expr.body.value) if expr.body.kind == "number" else self.value(expr.body)
         alike = "" if dims_of(expr.body) else ", alike=True"
         return fragment(f'new.over_dims("{expr.op}", {{}}{alike})', body)
 
@@ -428,7 +425,7 @@ class _PairPrinter(TensorPrinter):
 
     def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
         slots = TensorPrinter(self._view, dims=self._dims, names=self._names)
-        if isinstance(expr, Other):
+        if expr.kind == "other":
             return _listed(self.others, "other", slots(expr.body))
         if Axis.OTHER not in axes_of(expr) and (axes_of(expr) or has(expr, Reduce)):
             return _listed(self.own, "own", slots(expr))
@@ -473,6 +470,6 @@ def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
     if expr.op != "sum" or expr.over != "slots" or not is_call(body, "*"):
         return None
     for weights, vectors in (body.args, body.args[::-1]):
-        if isinstance(vectors, Input) and vectors.name in ("k", "v") and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
-            return weights, {"k": "key", "v": "value"}[vectors.name]
+        if vectors in (Input(name="k"), Input(name="v")) and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
+            return weights, "key" if vectors == Input(name="k") else "value"
     return None

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, GivenRef, Input, Number, Reduce, TensorRef
 from kvdsl.ir.ops import POOLS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
-from kvdsl.ir.visitors import children
+from kvdsl.ir.visitors import axes_of, children
 from kvdsl.lower.expression import (
     Code,
     Fragment,
@@ -177,7 +176,7 @@ class TilePrinter(BlockPrinter):
         made = super().parts(expr)
         if children(expr) or expr.kind == "reduce" or expr in (Input(name="k"), Input(name="v")):
             return made
-        if isinstance(expr, TensorRef) and expr.dims:
+        if expr.kind == "tensor" and expr.dims:
             return fragment("{}[None, :]", made)
         return fragment("{}[:, None]", made) if Axis.SLOT in axes_of(expr) else made
 
@@ -222,7 +221,7 @@ class DimPrinter(BlockPrinter):
     """Print the score of a sketch's dims, [query heads, dims], which reads the query alone."""
 
     def parts(self, expr: Expr) -> Fragment:
-        fixed = expr.kind in ("number", "param") or (isinstance(expr, Input) and expr.name in (*TABLED, "q"))
+        fixed = expr.kind in ("number", "param") or (expr.kind == "input" and expr.name in (*TABLED, "q"))
         if not children(expr) and not fixed:
             raise NotLowerable(SKETCHED)
         return super().parts(expr)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Reduce, is_call
 from kvdsl.ir.ops import POOLS
+from kvdsl.ir.visitors import axes_of
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,

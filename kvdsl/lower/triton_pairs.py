@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Other, Reduce, parts_of
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Reduce, parts_of
+from kvdsl.ir.visitors import axes_of
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
@@ -127,7 +127,7 @@ class _PairPrinter(BlockPrinter):
     products: dict[Reduce, str]
 
     def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
-        if isinstance(expr, Other):
+        if expr.kind == "other":
             if _of_one_slot(expr.body):
                 return _held(self.row, expr.body, "other", "[None, :]")
             if axes_of(expr.body):

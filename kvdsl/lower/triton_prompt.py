@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Axis, Column, Expr, Reduce
+from kvdsl.ir.nodes import Axis, Column, Expr, is_reduction
 from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, size_of, uses_of
 from kvdsl.lower.step import Step
 from kvdsl.lower.triton_expressions import (
@@ -186,7 +186,7 @@ def _over_slots(step: Step, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Exp
     """Return loops that compute every reduction over slots, innermost first, and the names of the results."""
 
     def loop(expr: OfAllSlots, name: str, names: dict[Expr, str]) -> Pass | None:
-        if not isinstance(expr, Reduce) or expr.axis is not Axis.SLOT:
+        if not is_reduction(expr, Axis.SLOT):
             return None
         CAN.check(expr.op, expr.over)
         body = BlockPrinter(names).value(expr.body)

@@ -185,22 +185,19 @@ def _all(module: syn.Module) -> Iterator[tuple[Span, str]]:
 
 
 def _rule(statement: syn.Statement) -> str:
-    if isinstance(statement, syn.Keep):
-        return f"keep_{statement.scope}"
-    if isinstance(statement, syn.Named):
-        return type(statement).__name__.lower()
-    return statement.keyword
+    return f"keep_{statement.scope}" if isinstance(statement, syn.Keep) else statement.keyword
 
 
 def _steps(step: syn.Step) -> Iterator[tuple[Span, str]]:
-    if isinstance(step, syn.Prompt):
-        yield step.span, "prompt"
-        for token in step.tokens:
-            yield from _steps(token)
-    elif isinstance(step, syn.Incoming):
-        attended = any(one.kind == "attend" for one in step.brought)
-        yield step.span, "times" if step.times > 1 else "attend" if attended else "token"
-    elif isinstance(step, syn.Expect):
-        yield step.span, "expect_error" if step.what == "error" else "expect"
-    else:
-        yield step.span, type(step).__name__.lower()
+    match step:
+        case syn.Prompt(tokens=tokens):
+            yield step.span, "prompt"
+            for token in tokens:
+                yield from _steps(token)
+        case syn.Incoming(brought=brought):
+            attended = any(one.kind == "attend" for one in brought)
+            yield step.span, "times" if step.times > 1 else "attend" if attended else "token"
+        case syn.Expect(what=what):
+            yield step.span, "expect_error" if what == "error" else "expect"
+        case _:
+            yield step.span, type(step).__name__.lower()

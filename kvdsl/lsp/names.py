@@ -38,13 +38,16 @@ class Name:
         return self.span.text
 
 
-_KINDS: Mapping[type, Kind] = {syn.Param: "param", syn.Tensor: "tensor", syn.Given: "given", syn.Let: "function"}
-
-
 def _named(span: Span, statement: syn.Named, target: Span | None = None) -> Name:
     """Return the name defined by a statement; `target` is the original definition of an override."""
-    kind = "let" if isinstance(statement, syn.Let) and statement.parameters is None else _KINDS[type(statement)]
-    return Name(span, kind, target or statement.name.span, defines=target is not None, statement=statement)
+    function = getattr(statement, "parameters", None) is not None
+    return Name(
+        span,
+        "function" if function else statement.keyword,
+        target or statement.name.span,
+        defines=target is not None,
+        statement=statement,
+    )
 
 
 @dataclass(frozen=True)
@@ -156,15 +159,18 @@ class _Collector:
     # -- statements ------------------------------------------------------------------------------------------------------
 
     def _statement(self, statement: syn.Statement) -> Iterator[Name]:
-        if not isinstance(statement, syn.Named):
-            yield from self._inside(statement, {})
-            return
-        first = self.inner.get(statement.name.text, statement).name.span
-        if isinstance(statement, syn.Let):
-            yield from self._let(statement, first)
-        else:
-            yield _named(statement.name.span, statement, first)
-            yield from self._inside(statement, {})
+        match statement:
+            case syn.Let():
+                yield from self._let(statement, self._first(statement))
+            case syn.Param() | syn.Tensor() | syn.Given():
+                yield _named(statement.name.span, statement, self._first(statement))
+                yield from self._inside(statement, {})
+            case _:
+                yield from self._inside(statement, {})
+
+    def _first(self, statement: syn.Named) -> Span:
+        """Return the name in the original definition of what a statement defines or overrides."""
+        return self.inner.get(statement.name.text, statement).name.span
 
     def _let(self, let: syn.Let, target: Span) -> Iterator[Name]:
         yield _named(let.name.span, let, target)
@@ -183,12 +189,13 @@ class _Collector:
             yield from self._expr(operand, local)
 
     def _expr(self, node: syn.Expr, local: Mapping[str, syn.Word]) -> Iterator[Name]:
-        if isinstance(node, syn.Name):
-            yield self._read(node.span, node.name, local)
-        elif isinstance(node, syn.Call):
-            function = self._read(node.function.span, node.function.text, {})
-            yield function
-            yield from self._keywords(node, function)
+        match node:
+            case syn.Name():
+                yield self._read(node.span, node.name, local)
+            case syn.Call(function=word):
+                function = self._read(word.span, word.text, {})
+                yield function
+                yield from self._keywords(node, function)
         yield from self._inside(node, local)
 
     def _keywords(self, call: syn.Call, function: Name) -> Iterator[Name]:
@@ -211,21 +218,19 @@ class _Collector:
     def _test(self, test: syn.Test) -> Iterator[Name]:
         known: dict[str, syn.Named] = {}
         for step in test.steps:
-            if isinstance(step, syn.Use):
-                yield self._extended(step.policy)
-                used = next((pair for pair in self.module.policies() if pair[0].name.text == step.policy.text), None)
-                known = {} if used is None else self._defined(ancestry(*used))
-            elif isinstance(step, syn.Set):
-                param = known.get(step.name.text)
-                if isinstance(param, syn.Param):
-                    yield _named(step.name.span, param)
-            elif isinstance(step, (syn.Prompt, syn.Incoming)):
-                yield from self._brought(step, known)
+            match step:
+                case syn.Use(policy=policy):
+                    yield self._extended(policy)
+                    used = next((pair for pair in self.module.policies() if pair[0].name.text == policy.text), None)
+                    known = {} if used is None else self._defined(ancestry(*used))
+                case syn.Set(name=name):
+                    yield from _names_of(known, syn.Param, name)
+            for token in step.tokens:
+                yield from _names_of(known, syn.Given, *(one.name for one in token.brought if one.name is not None))
 
-    def _brought(self, step: syn.Prompt | syn.Incoming, known: Mapping[str, syn.Named]) -> Iterator[Name]:
-        """Yield the given values of a test's tokens."""
-        for token in step.tokens:
-            for word in (one.name for one in token.brought if one.name is not None):
-                given = known.get(word.text)
-                if isinstance(given, syn.Given):
-                    yield _named(word.span, given)
+
+def _names_of(known: Mapping[str, syn.Named], kind: type[syn.Named], *words: syn.Word) -> Iterator[Name]:
+    """Yield the words that name a param, or a given value."""
+    for word in words:
+        if word.text in known and isinstance(known[word.text], kind):
+            yield _named(word.span, known[word.text])

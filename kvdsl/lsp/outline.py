@@ -18,7 +18,7 @@ def symbols(document: Document) -> list[lsp.DocumentSymbol]:
     if document.module is None:
         return []
     syntax = document.module.syntax
-    found = [(one.span.start, _let(document, one)) for one in syntax.lets]
+    found = [(one.span.start, _statement(document, one)) for one in syntax.lets]
     found += [(one.span.start, _policy(document, one)) for one in syntax.policies]
     found += [
         (one.span.start, _symbol(document, one.title.text or "test", _Kind.Method, one.span, one.title.span))
@@ -36,33 +36,27 @@ def _policy(document: Document, policy: syn.Policy) -> lsp.DocumentSymbol:
 
 
 def _statement(document: Document, statement: syn.Statement) -> lsp.DocumentSymbol:
-    if isinstance(statement, syn.Let):
-        return _let(document, statement)
-    if isinstance(statement, syn.Param):
-        found = _symbol(document, statement.name.text, _Kind.Property, statement.span, statement.name.span)
-        found.detail = f"= {statement.value.span.quoted()}"
-        return found
-    if isinstance(statement, syn.Tensor):
-        found = _symbol(document, statement.name.text, _Kind.Constant, statement.span, statement.name.span)
-        found.detail = f"[{', '.join(axis.text for axis in statement.axes)}] from {statement.file.span.quoted()}"
-        return found
-    if isinstance(statement, syn.Given):
-        found = _symbol(document, statement.name.text, _Kind.Property, statement.span, statement.name.span)
-        found.detail = (
-            "from spans"
-            if statement.source is not None
-            else "from the caller"
-            if statement.default is None
-            else f"= {statement.default.span.quoted()}"
-        )
-        return found
+    match statement:
+        case syn.Let():
+            kind = _Kind.Variable if statement.parameters is None else _Kind.Function
+            return _defined(document, statement, kind, f"= {statement.value.span.quoted()}")
+        case syn.Param():
+            return _defined(document, statement, _Kind.Property, f"= {statement.value.span.quoted()}")
+        case syn.Tensor():
+            axes = ", ".join(axis.text for axis in statement.axes)
+            return _defined(document, statement, _Kind.Constant, f"[{axes}] from {statement.file.span.quoted()}")
+        case syn.Given(source=None, default=None):
+            return _defined(document, statement, _Kind.Property, "from the caller")
+        case syn.Given(source=None, default=default) if default is not None:
+            return _defined(document, statement, _Kind.Property, f"= {default.span.quoted()}")
+        case syn.Given():
+            return _defined(document, statement, _Kind.Property, "from spans")
     return _symbol(document, statement.span.quoted() or "statement", _Kind.Field, statement.span, statement.span)
 
 
-def _let(document: Document, let: syn.Let) -> lsp.DocumentSymbol:
-    kind = _Kind.Variable if let.parameters is None else _Kind.Function
-    found = _symbol(document, let.name.text, kind, let.span, let.name.span)
-    found.detail = f"= {let.value.span.quoted()}"
+def _defined(document: Document, statement: syn.Named, kind: lsp.SymbolKind, detail: str) -> lsp.DocumentSymbol:
+    found = _symbol(document, statement.name.text, kind, statement.span, statement.name.span)
+    found.detail = detail
     return found
 
 

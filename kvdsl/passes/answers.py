@@ -228,21 +228,19 @@ def _of_slot(expr: Expr, where: str) -> Expr:
         return Number(value=0 if side else 1)
     if is_call(expr, "-") and expr.args == (BUDGET, PROMPT):  # the answer's own policy has this as its budget
         return BUDGET
-    if isinstance(expr, Input):
-        return _of_input(expr, where)
-    if isinstance(expr, Reduce):
-        return _of_reduction(expr, where)
-    if isinstance(expr, Rank):
-        if expr.within != "all" or _of_the_prompt(expr.by) is None:
-            raise _reads_slots(
-                f"{where} ranks tokens together with those of the prompt, by `{_short(expr)}`",
-                "rank(x by position < prompt)",
-            )
-        return Rank(body=_of_slot(expr.body, where))
-    if is_call(expr, "leverage", "enough"):
-        raise _reads_slots(f"{where} compares tokens with those of the prompt, by `{_short(expr)}`", None)
-    found = with_children(expr, lambda part: _of_slot(part, where))
-    return _decided(found)
+    match expr:
+        case Input():
+            return _of_input(expr, where)
+        case Reduce():
+            return _of_reduction(expr, where)
+        case Rank(within="all") if _of_the_prompt(expr.by) is not None:
+            return Rank(body=_of_slot(expr.body, where))
+        case Rank():
+            what = f"{where} ranks tokens together with those of the prompt, by `{print_expression(expr)}`"
+            raise _reads_slots(what, "rank(x by position < prompt)")
+        case Call(op="leverage" | "enough"):
+            raise _reads_slots(f"{where} compares tokens with those of the prompt, by `{print_expression(expr)}`", None)
+    return _decided(with_children(expr, lambda part: _of_slot(part, where)))
 
 
 def _of_input(expr: Input, where: str) -> Expr:
@@ -258,17 +256,18 @@ def _of_input(expr: Input, where: str) -> Expr:
 
 def _of_reduction(expr: Reduce, where: str) -> Expr:
     if expr.axis is Axis.HEAD:
-        raise NotByItselfError(f"{where} compares heads, by `{_short(expr)}`", "leave `over heads` out")
+        raise NotByItselfError(f"{where} compares heads, by `{print_expression(expr)}`", "leave `over heads` out")
     if expr.within in ("text", "sketch", "page", "next"):
         example = "max(x over slots where position >= prompt by …)" if expr.within in ("page", "next") else None
-        raise _reads_slots(f"{where} reads more than the answer, by `{_short(expr)}`", example)
+        raise _reads_slots(f"{where} reads more than the answer, by `{print_expression(expr)}`", example)
     changed: dict[str, Expr | None] = {}
     if expr.axis in (Axis.SLOT, Axis.OTHER):
         changed = _behind_the_prompt(expr, where)
-    found = with_children(expr.model_copy(update=changed), lambda part: _of_slot(part, where))
-    assert isinstance(found, Reduce)
-    always = isinstance(found.where, Number) and found.where.value != 0
-    return found.model_copy(update={"where": None}) if always else found
+    match with_children(expr.model_copy(update=changed), lambda part: _of_slot(part, where)):
+        case Reduce(where=Number(value=holds)) as found if holds != 0:
+            return found.model_copy(update={"where": None})
+        case found:
+            return found
 
 
 def _behind_the_prompt(expr: Reduce, where: str) -> dict[str, Expr | None]:
@@ -281,7 +280,7 @@ def _behind_the_prompt(expr: Reduce, where: str) -> dict[str, Expr | None]:
         return {"by": None}
     name = "j." if expr.axis is Axis.OTHER else ""
     raise _reads_slots(
-        f"{where} reads the prompt's slots, by `{_short(expr)}`",
+        f"{where} reads the prompt's slots, by `{print_expression(expr)}`",
         f"over slots{' as j' * bool(name)} where {name}position >= prompt",
     )
 
@@ -293,16 +292,17 @@ def _reads_slots(what: str, example: str | None) -> NotByItselfError:
 
 def _is_behind(condition: Expr, *, other: bool) -> bool:
     """Return whether a condition holds exactly for slots behind the prompt; `other` refers to the other slot of a comparison."""
-    if not other:
-        return _of_the_prompt(condition) is False
-    if isinstance(condition, Other):
-        return _of_the_prompt(condition.body) is False
-    return isinstance(condition, Call) and _of_the_prompt(_without_other(condition)) is False
+    return _of_the_prompt(_without_other(condition) if other else condition) is False
 
 
-def _without_other(condition: Call) -> Expr:
-    bare = tuple(part.body if isinstance(part, Other) else part for part in condition.args)
-    return condition if Other(body=POSITION) not in condition.args else condition.model_copy(update={"args": bare})
+def _without_other(condition: Expr) -> Expr:
+    """Return a condition on the other slot's position as one of the slot's own."""
+    match condition:
+        case Other(body=body):
+            return body
+        case Call() if Other(body=POSITION) in condition.args:
+            return with_children(condition, lambda part: part.body if part.kind == "other" else part)
+    return condition
 
 
 def _is_the_prompt(expr: Expr | None) -> bool:
@@ -311,34 +311,30 @@ def _is_the_prompt(expr: Expr | None) -> bool:
 
 def _of_the_prompt(expr: Expr | None) -> bool | None:
     """Return True if a condition holds exactly for the prompt's tokens, False if exactly for all others, else None."""
-    if is_call(expr, "not"):
-        inner = _of_the_prompt(expr.args[0])
-        return None if inner is None else not inner
-    if not isinstance(expr, Call) or len(expr.args) != 2:
-        return None
-    said = {"<": True, ">=": False} if expr.args == (POSITION, PROMPT) else {}
-    said |= {">": True, "<=": False} if expr.args == (PROMPT, POSITION) else {}
-    return said.get(expr.op)
+    match expr:
+        case Call(op="not", args=(condition,)):
+            inner = _of_the_prompt(condition)
+            return None if inner is None else not inner
+        case Call() if expr.args == (POSITION, PROMPT):
+            return {"<": True, ">=": False}.get(expr.op)
+        case Call() if expr.args == (PROMPT, POSITION):
+            return {">": True, "<=": False}.get(expr.op)
+    return None
 
 
 def _decided(expr: Expr) -> Expr:
     """Simplify a `where`, `and` or `or` whose condition is constant."""
-    if is_call(expr, "where") and isinstance(expr.args[0], Number):
-        return expr.args[1] if expr.args[0].value != 0 else expr.args[2]
-    if is_call(expr, "and", "or"):
-        for known, rest in (expr.args, expr.args[::-1]):
-            if isinstance(known, Number):
-                decides = (known.value != 0) == (expr.op == "or")
-                return Number(value=float(expr.op == "or")) if decides else rest
+    match expr:
+        case Call(op="where", args=(Number(value=holds), yes, no)):
+            return yes if holds != 0 else no
+        case Call(op="and" | "or", args=(Number(value=holds), rest) | (rest, Number(value=holds))):
+            decides = (holds != 0) == (expr.op == "or")
+            return Number(value=float(expr.op == "or")) if decides else rest
     return expr
 
 
 def _reads_prompt(expr: Expr) -> bool:
     return any(part == PROMPT for part in walk(expr))
-
-
-def _short(expr: Expr) -> str:
-    return print_expression(expr)
 
 
 def _sum(counts: Sequence[Expr]) -> Expr:
@@ -356,13 +352,16 @@ _AT_LEAST_ZERO = frozenset({"exp", "<", "<=", ">", ">=", "==", "!=", "and", "or"
 
 def least(expr: Expr) -> float | None:
     """Return a lower bound of an expression that is never NaN; None if it is unknown."""
-    if isinstance(expr, Number):
-        return expr.value
-    if isinstance(expr, Input):
-        return _LOW.get(expr.name)
-    if isinstance(expr, Reduce):
-        return _least_reduced(expr)
-    return _least_called(expr) if isinstance(expr, Call) else None
+    match expr:
+        case Number(value=value):
+            return value
+        case Input(name=name):
+            return _LOW.get(name)
+        case Reduce():
+            return _least_reduced(expr)
+        case Call():
+            return _least_called(expr)
+    return None
 
 
 def _least_reduced(expr: Reduce) -> float | None:

@@ -15,10 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import PREVIOUS, Axis, Call, Column, ColumnRef, Expr, Fold, Input, Keep, Policy, Reduce, call, is_call
+from kvdsl.ir.nodes import (
+    PREVIOUS,
+    Axis,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Fold,
+    GivenRef,
+    Input,
+    Keep,
+    Policy,
+    Reduce,
+    call,
+    is_call,
+)
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS
-from kvdsl.ir.visitors import mapped, rewrite, walk, with_policy
+from kvdsl.ir.visitors import axes_of, mapped, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold
 from kvdsl.passes.normal import from_formula, normal, plain
 
@@ -79,16 +93,15 @@ class _Columns:
         return rewrite(expr, lambda part: self._rule(part) if part.kind == "given" else None)
 
     def _rule(self, expr: Expr) -> Expr | None:
-        if expr.kind == "given":
-            return ColumnRef(name=self._column("token", expr))
-        if isinstance(expr, Fold):
-            return self._fold(expr)
-        if not isinstance(expr, Reduce):
-            return None
-        if expr.axis is Axis.QUERY and expr.within != "text":
-            return self._over_queries(expr, self.lower(expr.body))
-        if expr.axis is Axis.DIM and _is_of_token(expr):
-            return ColumnRef(name=self._column("token", expr))
+        match expr:
+            case GivenRef():
+                return ColumnRef(name=self._column("token", expr))
+            case Fold():
+                return self._fold(expr)
+            case Reduce(axis=Axis.QUERY) if expr.within != "text":
+                return self._over_queries(expr, self.lower(expr.body))
+            case Reduce(axis=Axis.DIM) if _is_of_token(expr):
+                return ColumnRef(name=self._column("token", expr))
         return None
 
     def _fold(self, expr: Fold) -> Expr:

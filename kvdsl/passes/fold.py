@@ -16,14 +16,15 @@ from kvdsl.ir.visitors import bottom_up, children, mapped
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
     """Return the value of an expression, given values of params (`name`) and inputs (`@budget`); None if it is not constant."""
     names = names or {}
-    if isinstance(expr, Number):
-        return expr.value
-    if isinstance(expr, ParamRef):
-        return names.get(expr.name)
-    if isinstance(expr, Input):
-        return names.get(f"@{expr.name}")
-    if isinstance(expr, Call):
-        return apply(expr.op, *(value_of(arg, names) for arg in expr.args))
+    match expr:
+        case Number(value=value):
+            return value
+        case ParamRef(name=name):
+            return names.get(name)
+        case Input(name=name):
+            return names.get(f"@{name}")
+        case Call(op=op, args=args):
+            return apply(op, *(value_of(arg, names) for arg in args))
     return None
 
 

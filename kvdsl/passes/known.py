@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Number, Reduce, call, is_call
+from kvdsl.ir.nodes import PREVIOUS, Axis, Call, Expr, Fold, Number, Reduce, call, is_call
 from kvdsl.ir.ops import FIXED
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import axes_of, children, walk
 
 ZERO, ONE, TWO, HALF = (Number(value=value) for value in (0, 1, 2, 0.5))
 
@@ -63,34 +62,31 @@ def _variance(expr: Expr) -> Expr | None:
     difference = next((x for x, y in (expr.args, expr.args[::-1]) if y == ZERO), None) if is_call(expr, "max") else None
     if not is_call(difference, "-"):
         return None
-    squares, square = difference.args
-    mean = square.args[0] if is_call(square, "**") and square.args[1] == TWO else None
-    if not isinstance(mean, Reduce) or mean.op != "mean":
-        return None
-    squared = (call("*", mean.body, mean.body), call("**", mean.body, TWO))
-    same = any(squares == mean.model_copy(update={"body": body}) for body in squared)
-    return mean.model_copy(update={"op": "var"}) if same else None
+    match difference.args:
+        case (squares, Call(op="**", args=(Reduce(op="mean") as mean, exponent))) if exponent == TWO:
+            squared = (call("*", mean.body, mean.body), call("**", mean.body, TWO))
+            same = any(squares == mean.model_copy(update={"body": body}) for body in squared)
+            return mean.model_copy(update={"op": "var"}) if same else None
+    return None
 
 
 def _deviation(expr: Expr) -> Expr | None:
     """`sqrt(var(x))`."""
-    inner = expr.args[0] if is_call(expr, "sqrt") else None
-    return inner.model_copy(update={"op": "std"}) if isinstance(inner, Reduce) and inner.op == "var" else None
+    match expr:
+        case Call(op="sqrt", args=(Reduce(op="var") as variance,)):
+            return variance.model_copy(update={"op": "std"})
+    return None
 
 
 def _average(expr: Expr) -> Expr | None:
     """`fold(d * prev + (1 - d) * x, x)` with a d fixed once the prompt is known; with d = 0 the newest x."""
-    if not isinstance(expr, Fold) or expr.over != "queries" or not is_call(expr.body, "+"):
-        return None
-    old, new = expr.body.args
-    if not (is_call(old, "*") and old.args[1] == PREVIOUS and is_fixed(old.args[0])):
-        return None
-    decay, x = old.args[0], expr.start
-    if new != call("*", call("-", ONE, decay), x) or Axis.QUERY not in axes_of(x):
-        return None
-    if decay == ZERO:
-        return Reduce(op="last", axis=Axis.QUERY, body=x)
-    return Reduce(op="ema", axis=Axis.QUERY, body=x, argument=decay)
+    match expr:
+        case Fold(over="queries", body=Call(op="+", args=(Call(op="*", args=(decay, previous)), new)), start=x):
+            average = previous == PREVIOUS and is_fixed(decay) and new == call("*", call("-", ONE, decay), x)
+            if average and Axis.QUERY in axes_of(x):
+                last = decay == ZERO
+                return Reduce(op="last" if last else "ema", axis=Axis.QUERY, body=x, argument=None if last else decay)
+    return None
 
 
 _ROWS: tuple[Callable[[Expr], Expr | None], ...] = (_absolute, _ceiling, _power, _variance, _deviation, _average)

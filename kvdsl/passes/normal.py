@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Expr, Input, Keep, Node, Number, Other, Policy, Rank, Reduce, Within, call, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Node, Number, Other, Policy, Rank, Reduce, Within, call, is_call
 from kvdsl.ir.ops import CONDITIONS, FUNCTIONS, OPERATORS, REDUCTIONS, Formula
-from kvdsl.ir.visitors import bottom_up, mapped, parts_of, rewrite, with_children, with_policy
+from kvdsl.ir.visitors import axes_of, bottom_up, mapped, parts_of, rewrite, with_children, with_policy
 from kvdsl.passes.fold import fold_expression
 from kvdsl.passes.known import ONE, ZERO, is_fixed, known
 
@@ -83,12 +82,13 @@ def same_key(condition: Expr) -> tuple[Expr, float] | None:
     if not is_call(condition, "=="):
         return None
     for other, own in (condition.args, condition.args[::-1]):
-        if isinstance(other, Other) and Axis.OTHER not in axes_of(own):
-            key, ahead = fold_expression(other.body), fold_expression(own)
-            if key == ahead:
-                return other.body, 0
-            if is_call(ahead, "+") and ahead.args[0] == key and isinstance(ahead.args[1], Number):
-                return other.body, ahead.args[1].value
+        if other.kind == "other" and Axis.OTHER not in axes_of(own):
+            key = fold_expression(other.body)
+            match fold_expression(own):
+                case same if same == key:
+                    return other.body, 0
+                case Call(op="+", args=(same, Number(value=ahead))) if same == key:
+                    return other.body, ahead
     return None
 
 
@@ -97,7 +97,7 @@ def of_the_other(body: Expr) -> Expr | None:
     if Axis.SLOT in axes_of(body) or any(Axis.OTHER in axes_of(part) for part in parts_of(body, Reduce)):
         return None
     # What replaces an `Other` is not entered: others inside it belong to inner reductions.
-    return rewrite(body, lambda part: part.body if isinstance(part, Other) else None)
+    return rewrite(body, lambda part: part.body if part.kind == "other" else None)
 
 
 # -- one spelling --------------------------------------------------------------------------------------------------------
@@ -111,16 +111,16 @@ def normal(policy: Policy) -> Policy:
 
 
 def _spelled(expr: Expr, *, in_text: bool) -> Expr:
-    inside = isinstance(expr, Reduce) and expr.within == "text"
-    expr = known(with_children(expr, lambda part: _spelled(part, in_text=in_text or inside)))
-    if is_call(expr, "neg"):
-        (inner,) = expr.args
-        return inner.args[0] if is_call(inner, "neg") else expr
-    if is_call(expr, "not"):
-        return _negated(expr.args[0]) or expr
-    if isinstance(expr, Reduce):
-        return _filtered(_after(expr))
-    return _query_position(expr, in_text)
+    inside = in_text or (expr.kind == "reduce" and expr.within == "text")
+    match known(with_children(expr, lambda part: _spelled(part, in_text=inside))):
+        case Call(op="neg", args=(Call(op="neg", args=(inner,)),)):
+            return inner
+        case Call(op="not", args=(condition,)) as found:
+            return _negated(condition) or found
+        case Reduce() as found:
+            return _filtered(_after(found))
+        case found:
+            return _query_position(found, in_text)
 
 
 def _query_position(expr: Expr, in_text: bool) -> Expr:
@@ -200,17 +200,16 @@ def _alternatives(keep: Keep) -> list[Keep]:
 
 
 def _placed(keep: Keep, *, own: bool) -> Keep:
-    if keep.scope != "where" or not is_call(keep.by, "<", ">="):
-        return keep
-    rank, bound = keep.by.args
-    if not isinstance(rank, Rank) or rank.within != "all" or rank.by is not None:
-        return keep
-    ranked = rank.body
-    if keep.by.op == "<" and ranked == POSITION and is_fixed(bound):
+    match keep:
+        case Keep(scope="where", by=Call(op=op, args=(Rank(within="all", by=None, body=ranked), bound))):
+            by_position = ranked == POSITION
+        case _:
+            return keep
+    if op == "<" and by_position and is_fixed(bound):
         return Keep(scope="first", count=bound)
     count = bound.args[1] if is_call(bound, "-") and bound.args[0] == LIVE else None
-    if keep.by.op == ">=" and count is not None and is_fixed(count) and (own or ranked == POSITION):
-        return Keep(scope="last", count=count) if ranked == POSITION else Keep(scope="top", count=count, by=ranked)
+    if op == ">=" and count is not None and is_fixed(count) and (own or by_position):
+        return Keep(scope="last", count=count) if by_position else Keep(scope="top", count=count, by=ranked)
     return keep
 
 
@@ -230,23 +229,28 @@ def compared(expr: Expr, page: Expr) -> Expr:
     """
 
     def rule(part: Expr) -> Expr:
-        if isinstance(part, Rank) and part.within != "heads":
-            return _rank_by(part.body, page if part.within == "page" else None)
-        if isinstance(part, Reduce) and part.within in ("page", "next"):
-            return _plain(_compared(part, page, page if part.within == "page" else call("+", page, ONE)))
+        match part:
+            case Rank(within="all"):
+                return _rank_by(part.body, None)
+            case Rank(within="page"):
+                return _rank_by(part.body, page)
+            case Reduce(within="page"):
+                return _plain(_compared(part, page, page))
+            case Reduce(within="next"):
+                return _plain(_compared(part, page, call("+", page, ONE)))
         return part
 
     return bottom_up(expr, rule)
 
 
 def _plain(expr: Expr) -> Expr:
-    if isinstance(expr, Rank) and expr.by is not None:
-        return _rank_by(expr.body, expr.by)
-    if not isinstance(expr, Reduce):
-        return expr
-    if expr.by is not None:
-        expr = _compared(expr, expr.by, expr.by)
-    return expr if expr.where is None else _of_what_holds(expr, expr.where)
+    match expr:
+        case Rank() if expr.by is not None:
+            return _rank_by(expr.body, expr.by)
+        case Reduce():
+            expr = expr if expr.by is None else _compared(expr, expr.by, expr.by)
+            return expr if expr.where is None else _of_what_holds(expr, expr.where)
+    return expr
 
 
 def _compared(expr: Reduce, key: Expr, own: Expr) -> Reduce:
@@ -303,17 +307,16 @@ Part = TypeVar("Part", bound=Node)
 
 def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, Expr], Expr]) -> Expr:
     """Apply a formula to a body; `reduced` builds the reductions in it by name."""
-    if isinstance(formula, (int, float)):
-        return Number(value=formula)
-    if isinstance(formula, str):
-        return {"x": body, "count": Input(name="observed")}[formula]
-    assert isinstance(formula, tuple)
-    name, *rest = formula
-    args = tuple(from_formula(part, body, reduced) for part in rest)
-    # `max` of one operand is the reduction, of two the function.
-    if name in OPERATORS or (name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1)):
-        return call(str(name), *args)
-    return reduced(str(name), args[0])
+    match formula:
+        case int() | float():
+            return Number(value=formula)
+        case (str(name), *rest):
+            args = tuple(from_formula(part, body, reduced) for part in rest)
+            # `max` of one operand is the reduction, of two the function.
+            if name in OPERATORS or (name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1)):
+                return call(name, *args)
+            return reduced(name, args[0])
+    return {"x": body, "count": Input(name="observed")}[str(formula)]
 
 
 def in_parts(node: Part, knows: Callable[[Reduce], bool]) -> Part:

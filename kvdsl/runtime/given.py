@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvdsl.budget import ALLOWED, is_rate, tokens_or_rate
+from kvdsl.budget import ALLOWED, is_number, is_rate, tokens_or_rate
 from kvdsl.errors import KvdslError
 
 
@@ -202,7 +202,7 @@ def random_seed(value: Any) -> int:
     Raises:
         KvdslError: if it is not a whole number of 32 bits.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) < 2**32:
+    if not (is_number(value) and isinstance(value, Integral) and 0 <= int(value) < 2**32):
         raise KvdslError(f"`seed` is {value!r}; give a whole number in 0..{2**32 - 1}")
     return int(value)
 
@@ -216,7 +216,7 @@ def param(policy: str, name: str, value: Any) -> float | None:
     if value is None:
         return None
     allowed = ALLOWED if name == "budget" else "give a finite number"
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise KvdslError(f"`{name}` of {policy} is {value!r}; {allowed}")
     if not math.isfinite(value):
         raise KvdslError(f"`{name}` of {policy} is {float(value):g}; {allowed}")

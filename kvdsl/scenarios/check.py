@@ -13,7 +13,6 @@ from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import expressions, parts_of
 from kvdsl.passes.columns import add_columns
 from kvdsl.reference import PLACES, VALUES, VECTORS
-from kvdsl.scenarios.scenario import Scenario
 from kvdsl.sema.check import Checker
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.resolve import resolve
@@ -24,6 +23,34 @@ from kvdsl.syntax import nodes as syn
 
 MAX_TESTS = 100
 MAX_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A test that its policy can run.
+
+    Attributes:
+        test: the syntax.
+        policy: the policy with the test's settings, on state columns; None if it is refused, as the test expects.
+        layer, layers: the layer, counted from 0, and the number of layers.
+        heads: the number of KV heads.
+        group: the number of query heads of each.
+        key_dim, value_dim: the sizes of keys and values; 1, and every number 0, if the test gives none.
+    """
+
+    test: syn.Test
+    policy: Policy | None
+    layer: int = 0
+    layers: int = 1
+    heads: int = 1
+    group: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
+
+    @property
+    def title(self) -> str:
+        """The test's title."""
+        return self.test.title.text
 
 
 def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) -> tuple[Scenario, ...]:
@@ -117,20 +144,32 @@ class _Check:
             self._report(codes.TEST_OF_NOTHING, self.test.title.span, "the test expects nothing", help)
 
     def _order_of_others(self, step: syn.Step, before: tuple[syn.Step, ...]) -> None:
-        same = next((one for one in before if _name(one) == _name(step)), None)
-        if isinstance(step, syn.Use) and same is not None:
-            labels = [Label(same.span, "first here")]
-            self._report(codes.TEST_POLICY, step.span, "a test is about one policy", "write two tests", labels)
-        elif isinstance(step, syn.Set) and same is not None:
-            labels = [Label(same.span, "first here")]
-            self._report(codes.TEST_SETTING, step.span, f"`{step.name.text}` is set twice", labels=labels)
         token = next((one for one in self.test.texts if one in before), None)
-        if token is not None and isinstance(step, (syn.Use, syn.Set)):
+        match step:
+            case syn.Use():
+                self._setting(step, before, token, codes.TEST_POLICY, "a test is about one policy", "write two tests")
+            case syn.Set():
+                self._setting(step, before, token, codes.TEST_SETTING, f"`{step.name.text}` is set twice", None)
+            case syn.Prompt():
+                self._prompt(step, is_first=token is None)
+
+    def _setting(
+        self,
+        step: syn.Use | syn.Set,
+        before: tuple[syn.Step, ...],
+        token: syn.Step | None,
+        code: codes.Code,
+        twice: str,
+        help: str | None,
+    ) -> None:
+        """Report a `use` or `set` that is there twice, or comes after a token."""
+        if (same := next((one for one in before if _name(one) == _name(step)), None)) is not None:
+            self._report(code, step.span, twice, help, [Label(same.span, "first here")])
+        if token is not None:
             word = step.span.text.split()[0]
-            labels = [Label(token.span, "the first token")]
-            self._report(codes.TEST_ORDER, step.span, f"`{word}` comes after a token", None, labels)
-        if isinstance(step, syn.Prompt):
-            self._prompt(step, is_first=token is None)
+            self._report(
+                codes.TEST_ORDER, step.span, f"`{word}` comes after a token", None, [Label(token.span, "the first token")]
+            )
 
     def _prompt(self, prompt: syn.Prompt, *, is_first: bool) -> None:
         if not prompt.tokens:
@@ -268,9 +307,12 @@ class _Check:
 
 def _name(step: syn.Step) -> str:
     """Return a name for a step that may occur once."""
-    if isinstance(step, syn.Set):
-        return f"set {step.name.text}"
-    return step.what if isinstance(step, syn.Expect) else type(step).__name__
+    match step:
+        case syn.Set():
+            return f"set {step.name.text}"
+        case syn.Expect():
+            return step.what
+    return type(step).__name__
 
 
 def _is_attended(token: syn.Incoming) -> bool:
@@ -289,17 +331,17 @@ class _Meaning:
         """Check every step."""
         decoded, first = False, True
         for step in self.test.steps:
-            if isinstance(step, syn.Prompt):
-                decoded = False
-                self._prompt(step, sized=first)
-                first = False
-            elif isinstance(step, syn.Turn) and first:
-                self.report(codes.TEST_STEP, step.span, "no token has arrived, so no turn has ended")
-            elif isinstance(step, syn.Incoming):
-                decoded, first = not first or step.times > 1, False  # the very first token is a prompt
-                self._token(step)
-            elif isinstance(step, syn.Expect):
-                self._expect(step, decoded)
+            match step:
+                case syn.Prompt():
+                    self._prompt(step, sized=first)
+                    decoded = first = False
+                case syn.Turn() if first:
+                    self.report(codes.TEST_STEP, step.span, "no token has arrived, so no turn has ended")
+                case syn.Incoming():
+                    decoded, first = not first or step.times > 1, False  # the very first token is a prompt
+                    self._token(step)
+                case syn.Expect():
+                    self._expect(step, decoded)
 
     def _prompt(self, prompt: syn.Prompt, *, sized: bool) -> None:
         """Check a prompt's tokens. `sized`: no token came before, so the size of each row of attention is known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from kvdsl.interp.step import Step
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import value_of
-from kvdsl.scenarios.scenario import Scenario, of_head
+from kvdsl.scenarios.check import Scenario
 from kvdsl.scenarios.show import numbers_in_words, positions_in_words, table
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.tensorfile import check_sizes
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-6
 """The tolerance of comparisons, absolute and relative."""
@@ -71,8 +74,8 @@ def run_scenario(scenario: Scenario) -> Outcome:
 
 def _unreached(steps: Sequence[syn.Step]) -> Iterator[Failure]:
     """Yield a failure for each expectation after a refusal."""
-    for step in steps:
-        if isinstance(step, syn.Expect) and step.what != "error":
+    for step in syn.of_kind(steps, syn.Expect):
+        if step.what != "error":
             yield Failure(step.span, "nothing can be expected here: the policy was refused earlier")
 
 
@@ -143,15 +146,16 @@ class _Run:
             self._check_without_tokens()
         for number, step in enumerate(self.scenario.test.steps):
             self.taken = number
-            if isinstance(step, syn.Prompt):
-                self._prompt(step)
-            elif isinstance(step, syn.Incoming):
-                for _ in range(step.times):
-                    self._incoming(step)
-            elif isinstance(step, syn.Turn):
-                self.last = self.text.end_turn()
-            elif isinstance(step, syn.Expect) and step.what != "error":
-                self._expect(step)
+            match step:
+                case syn.Prompt():
+                    self._prompt(step)
+                case syn.Incoming():
+                    for _ in range(step.times):
+                        self._incoming(step)
+                case syn.Turn():
+                    self.last = self.text.end_turn()
+                case syn.Expect() if step.what != "error":
+                    self._expect(step)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -345,3 +349,8 @@ def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
     """Return how many tokens `keep first` or `keep last` protects."""
     keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
     return max([0.0, *(floored(numbers.value(count)) for count in keeps)])
+
+
+def of_head(brought: Sequence[T], head: int) -> T:
+    """Return a KV head's part; a single part holds for all heads."""
+    return brought[head if len(brought) > 1 else 0]

@@ -14,7 +14,7 @@ import numpy as np
 from kvdsl.interp.evaluate import Array, Indices
 from kvdsl.interp.step import Step
 from kvdsl.interp.text import Text
-from kvdsl.ir.nodes import Number, Param, Policy
+from kvdsl.ir.nodes import Param, Policy
 from kvdsl.passes.columns import add_columns
 from kvdsl.scenarios.draw import DIMS, Drawn, Form
 from kvdsl.scenarios.run import refusal
@@ -135,7 +135,7 @@ def _beyond(budget: str | None) -> Iterator[int]:
 
 
 def _is_large(param: Param) -> bool:
-    return param.name != "budget" and isinstance(param.default, Number) and param.default.value > LARGE
+    return param.name != "budget" and param.default.kind == "number" and param.default.value > LARGE
 
 
 class _Run:

@@ -68,17 +68,21 @@ class Checker:
     def _define(self) -> None:
         """Define the policy's own names, except `budget`: in expressions it means the tokens kept, not the param."""
         for name, placed in self.flat.names.items():
-            if isinstance(placed.statement, syn.Let):
-                self._own(name, LetName(placed.statement, self.scopes[placed.level]), placed.since)
-            elif isinstance(placed.statement, syn.Tensor):
-                tensor = check_tensor(placed.statement, placed.module.file, self.sink)
-                self._own(name, Bound(None) if tensor is None else TensorName(tensor), placed.since)
-            elif isinstance(placed.statement, syn.Given):
-                self._own(name, self._given(placed.statement, placed), placed.since)
-            elif name != "budget":
-                self._own(name, ParamName(name), placed.since)
+            if (definition := self._definition(name, placed)) is not None:
+                self._own(name, definition, placed.since)
         for name in self.broken - self.own.keys():
             self._own(name, Bound(None), 0)
+
+    def _definition(self, name: str, placed: Placed) -> Definition | None:
+        match placed.statement:
+            case syn.Let() as let:
+                return LetName(let, self.scopes[placed.level])
+            case syn.Tensor() as statement:
+                tensor = check_tensor(statement, placed.module.file, self.sink)
+                return Bound(None) if tensor is None else TensorName(tensor)
+            case syn.Given() as given:
+                return self._given(given, placed)
+        return None if name == "budget" else ParamName(name)
 
     def _own(self, name: str, definition: Definition, since: int) -> None:
         """Define a name for the level that introduced it and later ones; earlier levels see it only if they have no such name."""
@@ -115,7 +119,7 @@ class Checker:
         return self.scopes[-1]
 
     def _tensors(self) -> list[ir.Tensor]:
-        return [one.tensor for one in self.own.values() if isinstance(one, TensorName)]
+        return [one.tensor for one in syn.of_kind(self.own.values(), TensorName)]
 
     def _scope_at(self, placed: Placed) -> Scope:
         return self.scopes[placed.level]
@@ -144,7 +148,7 @@ class Checker:
         """Check lets that no statement uses; warn of them and of unread params, tensors and given values."""
         outer = self.scope.outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
-        lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
+        lets = [one for one in syn.of_kind(definitions, LetName) if not one.used]
         check_lets(lets, self.expressions)
         if self.broken or self.sink.failed():
             return
@@ -233,7 +237,7 @@ class Checker:
 
     def _per_token(self, read: set[str]) -> tuple[ir.Given, ...]:
         """Return the per-token values that are read: declared ones, then inputs."""
-        own = [one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read]
+        own = [one.given for one in syn.of_kind(self.own.values(), GivenName) if one.given.name in read]
         return (*own, *(per_token(name) for name, row in INPUTS.items() if row.per_token and name in read))
 
 

@@ -82,32 +82,34 @@ def _of_statement(statement: syn.Statement) -> Iterator[tuple[Span, str, str]]:
     word = statement.span.text.split()[0]
     if word in GONE:
         yield statement.span, f"`{word}`", _without(statement.span, word)
-    elif isinstance(statement, syn.Keep) and statement.scope == "nothing":
-        yield statement.span, *_part("bare `keep`")
-    elif isinstance(statement, syn.Select) and (place := reused_of(statement)) is not None:
-        layers = ", ".join(layer.span.quoted() for layer in statement.choosing)
-        what, help = _part("`reused above`", chosen=layers)
-        yield place, what, instead(help, from_layers(statement))
-    elif isinstance(statement, syn.Param) and statement.unit is not None:
-        what, help = _part("units")
-        yield statement.unit.span, what, leave_out(help, statement.unit.span)
-    elif isinstance(statement, syn.Budget) and statement.most is not None:
-        value, most = statement.value.span.quoted(), statement.most.span.quoted()
-        yield statement.most.span, *_part("`at most`", value=value, most=most)
+        return
+    match statement:
+        case syn.Keep(scope="nothing"):
+            yield statement.span, *_part("bare `keep`")
+        case syn.Select() if (place := reused_of(statement)) is not None:
+            layers = ", ".join(layer.span.quoted() for layer in statement.choosing)
+            what, help = _part("`reused above`", chosen=layers)
+            yield place, what, instead(help, from_layers(statement))
+        case syn.Param(unit=syn.Word(span=unit)):
+            what, help = _part("units")
+            yield unit, what, leave_out(help, unit)
+        case syn.Budget(value=value, most=most) if most is not None:
+            yield most.span, *_part("`at most`", value=value.span.quoted(), most=most.span.quoted())
 
 
 def _of_step(step: syn.Step) -> Iterator[tuple[Span, str, str]]:
-    if isinstance(step, syn.Use) and step.layer is not None and step.layers is not None:
-        what, help = _part("`at layer`", layer=step.layer.span.text, layers=step.layers.span.text)
-        yield step.span, what, instead(help, by_set(step))
+    match step:
+        case syn.Use(layer=syn.Constant(span=layer), layers=syn.Constant(span=layers)):
+            what, help = _part("`at layer`", layer=layer.text, layers=layers.text)
+            yield step.span, what, instead(help, by_set(step))
+        case syn.Expect(word=syn.Word()) if re.match(r"expect\s+state\s+\w+\s+[^,/]", step.span.text):
+            what, help = _part("`expect state`")
+            yield step.span, what, instead(help, re.sub(r"state\s+", "", step.span.text, count=1))
     for token in step.tokens:
         for one in token.brought:
             if one.name is not None and one.span.start < one.name.span.start:
                 what, help = _part("`given` in tests")
                 yield one.span, what, instead(help, without_first_word(one.span))
-    if isinstance(step, syn.Expect) and step.word is not None and re.match(r"expect\s+state\s+\w+\s+[^,/]", step.span.text):
-        what, help = _part("`expect state`")
-        yield step.span, what, instead(help, re.sub(r"state\s+", "", step.span.text, count=1))
 
 
 def reused_of(select: syn.Select) -> Span | None:

@@ -34,7 +34,7 @@ from kvdsl.sema import values
 from kvdsl.sema.arguments import example, how_to_call, match_arguments, without_ranges
 from kvdsl.sema.forms import Forms
 from kvdsl.sema.reductions import Over, in_fewer_words, vector
-from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
+from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName, is_function
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
@@ -149,17 +149,19 @@ class Expressions(Forms):
     def _dispatch(
         self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope
     ) -> Value | None:
-        if isinstance(node, syn.Constant):
-            return values.number(node.value)
-        if isinstance(node, syn.Name):
-            return self._name(node, scope)
-        if isinstance(node, syn.Unary):
-            return self._unary(node, scope)
-        if isinstance(node, syn.Binary):
-            return self._binary(node, scope)
-        if isinstance(node, syn.Member):
-            return self._member(node, scope)
-        return self._call(node, scope)
+        match node:
+            case syn.Constant():
+                return values.number(node.value)
+            case syn.Name():
+                return self._name(node, scope)
+            case syn.Unary():
+                return self._unary(node, scope)
+            case syn.Binary():
+                return self._binary(node, scope)
+            case syn.Member():
+                return self._member(node, scope)
+            case syn.Call():
+                return self._call(node, scope)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -202,10 +204,8 @@ class Expressions(Forms):
 
     def _name(self, node: syn.Name, scope: Scope) -> Value | None:
         definition = scope.find(node.name)
-        if isinstance(definition, Bound) and self._is_of_farther_slot(node.name, definition, node.span, scope):
-            return None
         if definition is not None:
-            return self._defined(node, definition)
+            return self._defined(node, definition, scope)
         if node.name in NAMED_INPUTS:
             return values.read_input(node.name)
         if node.name in NAMED_FUNCTIONS:
@@ -222,29 +222,29 @@ class Expressions(Forms):
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
         return None
 
-    def _defined(self, node: syn.Name, definition: Definition) -> Value | None:
-        if isinstance(definition, Bound):
-            return definition.value
+    def _defined(self, node: syn.Name, definition: Definition, scope: Scope) -> Value | None:
         definition.used = True
-        if isinstance(definition, ParamName):
-            return values.read_param(definition.name)
-        if isinstance(definition, TensorName) and "rank" in definition.tensor.axes:
-            help = offer(f"write `project(k, {node.name})`", ", say")
-            self._report(codes.PROJECT, node.span, f"`{node.name}` is a matrix, which projects vectors", help)
-            return None
-        if isinstance(definition, TensorName):
-            return values.read_tensor(definition.tensor)
-        if isinstance(definition, GivenName):
-            return values.read_given(definition.given)
-        if isinstance(definition, SlotName):
-            help = offer(f"write `{node.name}.position`, say")
-            self._report(codes.OTHERS, node.span, f"`{node.name}` is a slot, not a value", help)
-            return None
-        if definition.let.parameters is None:
-            return self.let(definition, node.span)
-        names = (parameter.name.text for parameter in definition.let.parameters)
-        form = f"its form is `{node.name}({', '.join(names)})`"
-        self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", form)
+        match definition:
+            case Bound(value=value):
+                return None if self._is_of_farther_slot(node.name, value, node.span, scope) else value
+            case ParamName(name=name):
+                return values.read_param(name)
+            case TensorName(tensor=tensor) if "rank" in tensor.axes:
+                help = offer(f"write `project(k, {node.name})`", ", say")
+                self._report(codes.PROJECT, node.span, f"`{node.name}` is a matrix, which projects vectors", help)
+            case TensorName(tensor=tensor):
+                return values.read_tensor(tensor)
+            case GivenName(given=given):
+                return values.read_given(given)
+            case SlotName():
+                help = offer(f"write `{node.name}.position`, say")
+                self._report(codes.OTHERS, node.span, f"`{node.name}` is a slot, not a value", help)
+            case LetName(let=syn.Let(parameters=None)):
+                return self.let(definition, node.span)
+            case LetName(let=let):
+                names = (parameter.name.text for parameter in let.parameters or ())
+                form = f"its form is `{node.name}({', '.join(names)})`"
+                self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", form)
         return None
 
     def let(self, definition: LetName, span: Span) -> Value | None:
@@ -276,14 +276,15 @@ class Expressions(Forms):
     def _member(self, node: syn.Member, scope: Scope) -> Value | None:
         """Check `j.position`, a value of the slot j."""
         owner, definition = node.owner.text, scope.find(node.owner.text)
-        if isinstance(definition, SlotName):
-            definition.used = True
-            body = self.check(node.value, scope)
-            if self._is_of_farther_slot(owner, definition, node.span, scope):
+        match definition:
+            case SlotName():
+                definition.used = True
+                body = self.check(node.value, scope)
+                if self._is_farther(owner, node.span, scope):
+                    return None
+                return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})", node.span)
+            case Bound(value=None):
                 return None
-            return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})", node.span)
-        if isinstance(definition, Bound) and definition.value is None:
-            return None
         text, value = node.span.quoted(), node.value.span.quoted()
         help = offer(f"name a slot: `sum({text} over slots as {owner})`, say", at=node.span)
         if isinstance(node.value, syn.Name) and value in NAMED_FUNCTIONS:
@@ -291,10 +292,12 @@ class Expressions(Forms):
         self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
         return None
 
-    def _is_of_farther_slot(self, name: str, definition: Bound | SlotName, span: Span, scope: Scope) -> bool:
-        """Report a value of a slot other than the nearest named one; return whether it is one."""
-        if isinstance(definition, Bound) and (definition.value is None or Axis.OTHER not in definition.value.axes):
-            return False
+    def _is_of_farther_slot(self, name: str, value: Value | None, span: Span, scope: Scope) -> bool:
+        """Report an argument of a slot other than the nearest named one; return whether it is one."""
+        return value is not None and Axis.OTHER in value.axes and self._is_farther(name, span, scope)
+
+    def _is_farther(self, name: str, span: Span, scope: Scope) -> bool:
+        """Report a slot other than the nearest named one, or a value of it; return whether it is one."""
         nearer = scope.nearer_slot(name)
         if nearer is None:
             return False
@@ -377,7 +380,7 @@ class Expressions(Forms):
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
             return None
-        functions = {name for name in scope.known() if _is_function(scope.find(name))}
+        functions = {name for name in scope.known() if is_function(scope.find(name))}
         habit = habits.FUNCTIONS.get(name)
         help = did_you_mean(name, NAMED_FUNCTIONS | functions) if habit is None else habit.filled(node)
         help = help or f"a function of yours is a `let`: `let {name}(x) = ...`"
@@ -550,8 +553,4 @@ class Expressions(Forms):
 
 def _values_of(scope: Scope) -> Iterator[str]:
     """Return the names that are read without arguments."""
-    return (name for name in scope.known() if not _is_function(scope.find(name)))
-
-
-def _is_function(definition: Definition | None) -> bool:
-    return isinstance(definition, LetName) and definition.let.parameters is not None
+    return (name for name in scope.known() if not is_function(scope.find(name)))

@@ -25,7 +25,7 @@ from kvdsl.syntax.reader import read_source
 from kvdsl.syntax.shape import parse_module
 
 if TYPE_CHECKING:
-    from kvdsl.scenarios.scenario import Scenario
+    from kvdsl.scenarios.check import Scenario
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,17 @@ class Analysis:
         found: Policy | tuple[Scenario, ...] | None, text: SourceFile | None, sink: Sink, read: Iterable[Path] = ()
     ) -> Analysis:
         """Build the result. Of imported files only errors are shown."""
-        policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
+        policies: tuple[Policy, ...] = ()
+        tests: tuple[Scenario, ...] = ()
+        match found:
+            case Policy() if not sink.failed():
+                policies = (found,)
+            case tuple():
+                tests = found
         said = sink.sorted(first=text)
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
         moved = tuple(one.at_origin() for one in shown)
-        return Analysis(policies, moved, found if isinstance(found, tuple) else (), frozenset(read), text)
+        return Analysis(policies, moved, tests, frozenset(read), text)
 
 
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})

@@ -12,7 +12,7 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label
 from kvdsl.helps import instead, offer, operand
-from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Reduce, is_call
+from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, is_call, is_reduction
 from kvdsl.ir.ops import FARTHEST, FIXED, MOST_STEPS, POOLS
 from kvdsl.ir.visitors import children, has, walk
 from kvdsl.sema import values
@@ -382,5 +382,4 @@ def _stays(part: Expr) -> bool:
 
 def _of_values(expr: Expr) -> bool:
     """Return whether an expression varies over the dims of values."""
-    inside = isinstance(expr, Reduce) and expr.axis is Axis.DIM
-    return expr == Input(name="v") or (not inside and any(map(_of_values, children(expr))))
+    return expr == Input(name="v") or (not is_reduction(expr, Axis.DIM) and any(map(_of_values, children(expr))))

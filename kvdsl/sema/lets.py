@@ -59,15 +59,14 @@ def check_library(module: Module, prelude: Scope, sink: Sink) -> None:
 
 def check_lets(definitions: Iterable[Definition], expressions: Expressions) -> None:
     """Check unused lets. Of functions only names are checked, since the arguments are unknown."""
-    for definition in definitions:
-        if isinstance(definition, LetName):
-            let = definition.let
-            if let.parameters is None:
-                expressions.let(definition, let.name.span)
-                continue
-            unknown: dict[str, Definition] = {}
-            for parameter in let.parameters:
-                if parameter.default is not None:
-                    expressions.check(parameter.default, Scope(unknown, definition.scope))
-                unknown[parameter.name.text] = Bound(None)
-            expressions.check(let.value, Scope(unknown, definition.scope))
+    for definition in syn.of_kind(definitions, LetName):
+        let = definition.let
+        if let.parameters is None:
+            expressions.let(definition, let.name.span)
+            continue
+        unknown: dict[str, Definition] = {}
+        for parameter in let.parameters:
+            if parameter.default is not None:
+                expressions.check(parameter.default, Scope(unknown, definition.scope))
+            unknown[parameter.name.text] = Bound(None)
+        expressions.check(let.value, Scope(unknown, definition.scope))

@@ -85,19 +85,20 @@ def stem_problem(stem: str) -> str | None:
 def check_definition(statement: syn.Named, sink: Sink) -> bool:
     """Return whether the names that a statement defines are allowed; report them otherwise."""
     name = statement.name
-    if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
+    if name.text in _BUILT_IN and not (name.text == "budget" and statement.keyword == "param"):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"
         help = offer(f"choose another name, `my_{name.text}`", ", say")
         sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined", help)
         return False
-    if isinstance(statement, syn.Param):
-        return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
-    if isinstance(statement, syn.Tensor):
-        return check_name(name, "tensor", sink)
-    if isinstance(statement, syn.Given):
-        return check_name(name, "given", sink)
-    parameters = statement.parameters or ()
-    return check_name(name, "name", sink) and _check_parameters(parameters, sink)
+    match statement:
+        case syn.Param(unit=unit):
+            return check_name(name, "param", sink) and (unit is None or check_name(unit, "unit", sink))
+        case syn.Tensor():
+            return check_name(name, "tensor", sink)
+        case syn.Given():
+            return check_name(name, "given", sink)
+        case syn.Let(parameters=parameters):
+            return check_name(name, "name", sink) and _check_parameters(parameters or (), sink)
 
 
 def _check_parameters(parameters: tuple[syn.Parameter, ...], sink: Sink) -> bool:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.helps import offer
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Rank, Reduce, TensorRef, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Fold, GivenRef, Input, Rank, Reduce, TensorRef, is_call, is_reduction
 from kvdsl.ir.ops import FIXED, INPUTS, POOLS
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, walk
+from kvdsl.ir.visitors import axes_of, children, has, of_query_heads, parts_of, reads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
@@ -41,11 +40,11 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
             message = f"{what} cannot depend on what is cached, as `{text}` does"
             report(codes.NOT_HERE, span, message, help)
             return False
-        if isinstance(part, TensorRef) and not per_head:
+        if part.kind == "tensor" and not per_head:
             message = f"{what} is one number for all KV heads of a layer, but `{part.name}` has one for each"
             report(codes.NOT_HERE, span, message, f"{help}; {READS_TENSORS}")
             return False
-        if isinstance(part, Input) and part.name not in FIXED:
+        if part.kind == "input" and part.name not in FIXED:
             message = f"`{part.name}` changes from step to step, so {what} cannot read it"
             report(codes.NOT_HERE, span, message, help)
             return False
@@ -81,12 +80,14 @@ def of_counts(expr: Expr) -> str | None:
 
 def differs_by_head(expr: Expr) -> bool:
     """Return whether a value may differ between the KV heads of a layer. Every tensor counts, even one with only a layer axis."""
-    if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
-        return False
-    if isinstance(expr, Input):
-        return bool(INPUTS[expr.name].axes) or expr.name == "live"
-    own = expr.kind in ("tensor", "given", "fold") or is_call(expr, "random")
-    return own or any(map(differs_by_head, children(expr)))
+    match expr:
+        case Reduce(axis=Axis.HEAD):
+            return False
+        case Input(name=name):
+            return bool(INPUTS[name].axes) or name == "live"
+        case TensorRef() | GivenRef() | Fold() | Call(op="random"):
+            return True
+    return any(map(differs_by_head, children(expr)))
 
 
 def reads_heads(expr: Expr) -> bool:
@@ -101,14 +102,14 @@ def ranks_across(expr: Expr) -> bool:
 
 def _goes_over_queries(expr: Expr) -> bool:
     """Return whether a node reduces over queries, or folds over them."""
-    return (isinstance(expr, Reduce) and expr.axis is Axis.QUERY) or (isinstance(expr, Fold) and expr.over == "queries")
+    return is_reduction(expr, Axis.QUERY) or (expr.kind == "fold" and expr.over == "queries")
 
 
 def of_query_heads_at_once(expr: Expr) -> bool:
     """Return whether a value reads a tensor with a query head axis outside reductions over queries."""
     if _goes_over_queries(expr):
         return False
-    return (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_at_once, children(expr)))
+    return (expr.kind == "tensor" and expr.group) or any(map(of_query_heads_at_once, children(expr)))
 
 
 def asks_query_heads(expr: Expr) -> bool:
@@ -118,10 +119,10 @@ def asks_query_heads(expr: Expr) -> bool:
 
 def of_query_heads_unpooled(expr: Expr) -> bool:
     """Return whether some part of a score still differs between query heads; pools reduce over the GQA group first."""
-    of_text = isinstance(expr, Reduce) and expr.within == "text"
+    of_text = expr.kind == "reduce" and expr.within == "text"
     if is_call(expr, *POOLS) or (_goes_over_queries(expr) and not of_text):
         return False
-    return of_text or (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_unpooled, children(expr)))
+    return of_text or (expr.kind == "tensor" and expr.group) or any(map(of_query_heads_unpooled, children(expr)))
 
 
 def reads_text(expr: Expr) -> bool:
@@ -132,10 +133,11 @@ def reads_text(expr: Expr) -> bool:
 def compares_slots(expr: Expr) -> str | None:
     """Return the keyword by which a value compares slots; None without one."""
     for part in walk(expr):
-        if isinstance(part, Reduce) and part.axis is Axis.OTHER:
-            return "over others"
-        if isinstance(part, (Reduce, Rank)) and part.by is not None:
-            return "by"
+        match part:
+            case Reduce(axis=Axis.OTHER):
+                return "over others"
+            case Reduce(by=key) | Rank(by=key) if key is not None:
+                return "by"
     return None
 
 
@@ -215,10 +217,15 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     if looks_back(value, span, what, sink):
         return False
     for part in walk(value.expr):
-        if is_call(part, "random") or (isinstance(part, (Rank, Reduce)) and part.within in ("page", "next")):
-            name = "random()" if is_call(part, "random") else "over page"
-            sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
-            return False
+        match part:
+            case Call(op="random"):
+                name = "random()"
+            case Rank(within="page") | Reduce(within="page" | "next"):
+                name = "over page"
+            case _:
+                continue
+        sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
+        return False
     if Axis.DIM in value.axes and Axis.SLOT not in value.axes:
         return True
     message = f"{what} has one number per dim, and may vary over queries, but `{text}` {extent(value.axes)}"
@@ -237,12 +244,13 @@ def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
         sink.report(codes.LOOKS_BACK, span, message, help)
         return True
     for part in walk(value.expr):
-        if isinstance(part, Reduce) and part.axis is Axis.OTHER:
-            message = f"{what} cannot read `over others`: slots are compared in a settle, not for every query"
-            sink.report(codes.LOOKS_BACK, span, message, help)
-            return True
-        if isinstance(part, Input) and part.name in ("attn", "logit"):
-            message = f"{what} is computed before the query attends, so there is no `{part.name}` yet"
-            sink.report(codes.LOOKS_BACK, span, message, help)
-            return True
+        match part:
+            case Reduce(axis=Axis.OTHER):
+                message = f"{what} cannot read `over others`: slots are compared in a settle, not for every query"
+            case Input(name="attn" | "logit"):
+                message = f"{what} is computed before the query attends, so there is no `{part.name}` yet"
+            case _:
+                continue
+        sink.report(codes.LOOKS_BACK, span, message, help)
+        return True
     return False

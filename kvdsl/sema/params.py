@@ -97,10 +97,11 @@ class Params:
         """Return the inputs and tensors that an expression reads, directly or through the defaults of params."""
         found: set[str] = set()
         for part in walk(expr):
-            if isinstance(part, (ir.Input, ir.TensorRef)):
-                found.add(part.name)
-            elif isinstance(part, ir.ParamRef):
-                found |= self.inputs.get(part.name, frozenset())
+            match part:
+                case ir.Input(name=name) | ir.TensorRef(name=name):
+                    found.add(name)
+                case ir.ParamRef(name=name):
+                    found |= self.inputs.get(name, frozenset())
         return frozenset(found)
 
     def _reads_earlier(self, value: Value, span: Span, name: str, earlier: set[str]) -> bool:

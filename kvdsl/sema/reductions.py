@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import instead, leave_out, offer, operand
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Number, Rank, Reduce, Within, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Fold, Input, Rank, Reduce, Within, is_call, is_reduction
 from kvdsl.ir.ops import POOLS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import axes_of, walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
 from kvdsl.sema import values
 from kvdsl.sema.needs import (
@@ -358,7 +357,7 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
 
 def over_queries(part: Expr) -> bool:
     """Return whether a node reduces over queries."""
-    return isinstance(part, Reduce) and part.axis is Axis.QUERY
+    return is_reduction(part, Axis.QUERY)
 
 
 def _of_query_heads(expr: Expr) -> bool:
@@ -369,19 +368,22 @@ def _of_query_heads(expr: Expr) -> bool:
 def _not_of_text(body: Value) -> str | None:
     """Return what `over text` cannot read of its body; None if it can read all."""
     for part in walk(body.expr):
-        if isinstance(part, Input) and part.name in ("attn", "logit", "seen", "observed"):
-            return "count()" if part.name == "observed" else part.name
-        if is_call(part, "random"):
-            return "random()"
-        if is_call(part, "leverage", *POOLS):
-            return part.op
-        if isinstance(part, (Fold, Rank)):
-            return part.kind
-        if isinstance(part, Reduce) and part.within in ("page", "next"):
-            return "over page"
+        match part:
+            case Input(name="observed"):
+                return "count()"
+            case Input(name="attn" | "logit" | "seen" as name):
+                return name
+            case Call(op="random"):
+                return "random()"
+            case Call(op=op) if op in ("leverage", *POOLS):
+                return op
+            case Fold() | Rank():
+                return part.kind
+            case Reduce(within="page" | "next"):
+                return "over page"
     return None
 
 
 def _is_count(op: str, body: Value) -> bool:
     """Return whether a reduction over heads counts them: `sum(1 over heads)`."""
-    return op == "sum" and isinstance(body.expr, Number)
+    return op == "sum" and body.expr.kind == "number"

@@ -56,7 +56,7 @@ class FlatPolicy:
     @property
     def params(self) -> list[str]:
         """The names of its params."""
-        return [name for name, placed in self.names.items() if isinstance(placed.statement, syn.Param)]
+        return [name for name, placed in self.names.items() if placed.statement.keyword == "param"]
 
 
 def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
@@ -136,12 +136,13 @@ class _Level:
             message = f"`{self.policy.name.text}` has more than {MAX_STATEMENTS} statements"
             self.sink.report(codes.TOO_LARGE, self.policy.name.span, message)
         for statement in self.policy.statements[:MAX_STATEMENTS]:
-            if isinstance(statement, syn.Named):
-                self._named(statement)
-            elif isinstance(statement, syn.Keep):
-                self._keep(statement)
-            else:
-                self._single(statement)
+            match statement:
+                case syn.Param() | syn.Let() | syn.Tensor() | syn.Given():
+                    self._named(statement)
+                case syn.Keep():
+                    self._keep(statement)
+                case _:
+                    self._single(statement)
 
     def _named(self, statement: syn.Named) -> None:
         name = statement.name.text
@@ -213,7 +214,7 @@ class _Level:
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:
                 self._nothing_to_override(statement, what)
-            return not isinstance(statement, syn.Keep)
+            return statement.keyword != "keep"
         if not statement.override and inherited is not None:
             first = " ".join(statement.span.text.split()[:1])
             message = f"{what} is inherited, so changing it needs `override`"
@@ -243,6 +244,7 @@ def _scope(placed: Placed) -> str:
 
 def _of_new_default(statement: syn.Named, before: syn.Statement) -> syn.Named:
     """Let a clause `param x = 5` inherit the param's unit and range; return other clauses as they are."""
-    if not isinstance(statement, syn.Param) or not isinstance(before, syn.Param):
-        return statement
-    return replace(statement, unit=statement.unit or before.unit, range=statement.range or before.range)
+    match statement, before:
+        case syn.Param(unit=unit, range=limits), syn.Param():
+            return replace(statement, unit=unit or before.unit, range=limits or before.range)
+    return statement

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeGuard
 
 from kvdsl.ir.nodes import Given, Tensor
 from kvdsl.sema.values import Value
@@ -49,6 +51,7 @@ class Bound:
     """An evaluated function argument; None after a reported error."""
 
     value: Value | None
+    used: bool = True
 
 
 @dataclass(eq=False)
@@ -61,6 +64,11 @@ class SlotName:
 Definition = ParamName | TensorName | GivenName | LetName | Bound | SlotName
 
 
+def is_function(definition: Definition | None) -> TypeGuard[LetName]:
+    """Return whether a name is a function's."""
+    return isinstance(definition, LetName) and definition.let.parameters is not None
+
+
 class Scope:
     """A set of names inside an outer scope."""
 
@@ -69,36 +77,26 @@ class Scope:
 
     def find(self, name: str) -> Definition | None:
         """Return the innermost definition of a name."""
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return scope.names[name]
-            scope = scope.outer
-        return None
+        return next((scope.names[name] for scope in self._outward() if name in scope.names), None)
 
     def nearer_slot(self, name: str) -> str | None:
         """Return a slot named in a scope inside that of `name`; None without one."""
-        scope: Scope | None = self
-        while scope is not None and name not in scope.names:
-            slots = [other for other, found in scope.names.items() if isinstance(found, SlotName)]
-            if slots:
-                return slots[0]
-            scope = scope.outer
-        return None
+        inside = takewhile(lambda scope: name not in scope.names, self._outward())
+        return next((other for scope in inside for other, found in scope.names.items() if isinstance(found, SlotName)), None)
 
     def function(self, name: str) -> LetName | None:
         """Return the innermost function of a name. Values do not hide it, such as a param `page`."""
-        scope: Scope | None = self
-        while scope is not None:
-            found = scope.names.get(name)
-            if isinstance(found, LetName) and found.let.parameters is not None:
-                return found
-            scope = scope.outer
-        return None
+        found = (scope.names.get(name) for scope in self._outward())
+        return next((one for one in found if is_function(one)), None)
 
     def known(self) -> Iterator[str]:
         """Yield every name that can be read here."""
+        for scope in self._outward():
+            yield from scope.names
+
+    def _outward(self) -> Iterator[Scope]:
+        """Yield this scope and those around it, innermost first."""
         scope: Scope | None = self
         while scope is not None:
-            yield from scope.names
+            yield scope
             scope = scope.outer

@@ -110,15 +110,15 @@ class Statements:
         self._budget()
         for keyword in self.flat.settings:
             placed = self.flat.settings[keyword][-1]
-            statement = placed.statement
-            if isinstance(statement, syn.Select):
-                self._select(statement, placed)
-            elif isinstance(statement, syn.Sketch):
-                self._sketch(statement, placed)
-            elif isinstance(statement, syn.Layers):
-                self._range("layers", "`layers`", statement.range, placed)
-            elif isinstance(statement, syn.Setting):
-                self._setting(statement, placed)
+            match placed.statement:
+                case syn.Select() as statement:
+                    self._select(statement, placed)
+                case syn.Sketch() as statement:
+                    self._sketch(statement, placed)
+                case syn.Layers(range=layers):
+                    self._range("layers", "`layers`", layers, placed)
+                case syn.Setting() as statement:
+                    self._setting(statement, placed)
         for keyword, known in syn.WORDS.items():
             self.parts.words.setdefault(keyword, known[0])
         self.parts.keeps = [keep for placed in self.flat.keeps if (keep := self._keep(placed)) is not None]
@@ -344,14 +344,10 @@ class Statements:
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, SCORE)
-        if (
-            value is not None
-            and _is_mean_over_heads(value)
-            and not {"across", "across_layers.floor"} & self.parts.exprs.keys()
-        ):
-            assert isinstance(value.expr, ir.Reduce)
+        mean = None if value is None else _mean_over_heads(value)
+        if value is not None and mean is not None and not {"across", "across_layers.floor"} & self.parts.exprs.keys():
             self.parts.words["victims"] = "heads"
-            value = replace(value, expr=value.expr.body)
+            value = replace(value, expr=mean.body)
         if value is not None and self._orders_slots(value, node.span, SCORE):
             self.parts.exprs["score"] = Part(value.expr, node.span)
         else:
@@ -470,11 +466,12 @@ class Statements:
         return Part(value.expr, node.span) if self._orders_slots(value, node.span, what) else None
 
 
-def _is_mean_over_heads(value: Value) -> bool:
-    """Return whether a score is a mean over heads, so that all KV heads of a layer evict the same tokens."""
-    expr = value.expr
-    over_heads = isinstance(expr, ir.Reduce) and expr.axis is ir.Axis.HEAD and expr.op == "mean" and expr.where is None
-    return over_heads and ir.Axis.SLOT in value.axes
+def _mean_over_heads(value: Value) -> ir.Reduce | None:
+    """Return a score that is a mean over heads, so that all KV heads of a layer evict the same tokens; None for others."""
+    match value.expr:
+        case ir.Reduce(op="mean", axis=ir.Axis.HEAD, where=None) as mean if ir.Axis.SLOT in value.axes:
+            return mean
+    return None
 
 
 def _bounded(measured: Value) -> tuple[Value, ir.Expr] | None:

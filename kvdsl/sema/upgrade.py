@@ -83,15 +83,16 @@ def _edits(module: Module) -> Iterator[Edit]:
 
 def _of_step(step: syn.Step) -> Iterator[Edit]:
     """Write a layer as a setting, and names without `given` and `state`."""
-    if isinstance(step, syn.Use) and step.layer is not None:
-        yield step.span, by_set(step).replace("; ", "\n")
+    match step:
+        case syn.Use(layer=syn.Constant()):
+            yield step.span, by_set(step).replace("; ", "\n")
+        case syn.Expect(what="state", word=syn.Word(span=word)):
+            begin = step.span.file.text.index("expect", step.span.start) + len("expect")
+            yield step.span.file.span(begin, word.start), " "
     for token in step.tokens:
         for one in token.brought:
             if one.name is not None and one.span.start < one.name.span.start:
                 yield one.span, without_first_word(one.span)
-    if isinstance(step, syn.Expect) and step.word is not None and step.what == "state":
-        begin = step.span.file.text.index("expect", step.span.start) + len("expect")
-        yield step.span.file.span(begin, step.word.span.start), " "
 
 
 def _word(span: Span, word: str) -> Span:
@@ -144,7 +145,7 @@ def _check_keeps(policy: syn.Policy, module: Module, sink: Sink) -> None:
         return
     (base, where), *_ = (one for one in module.policies() if one[0].name.text == policy.parent.text)
     kept = [keep.statement for keep in resolve(base, where, Sink()).keeps]
-    inherited = {one.scope: one for one in kept if isinstance(one, syn.Keep)}
+    inherited = {one.scope: one for one in syn.of_kind(kept, syn.Keep)}
     own = policy.of(syn.Keep)
     dropped = any(one.override for one in own)
     for keep in own:
@@ -180,8 +181,9 @@ def _of_keeps(policy: syn.Policy, module: Module) -> Iterator[Edit]:
     before = analyse(module.file)
     keeps = policy.of(syn.Keep)
     for one in keeps:
-        if one.scope == "last" and policy.parent is None and isinstance(one.count, syn.Constant) and one.count.value == 0:
-            yield _line(one), ""
+        match one:
+            case syn.Keep(scope="last", count=syn.Constant(value=0)) if policy.parent is None:
+                yield _line(one), ""
     said = any(one.scope == "last" for one in keeps)
     bounds = [*policy.of(syn.Budget), *policy.of(syn.Select)]
     own = bounds or any(one.name.text == "budget" and not one.override for one in policy.of(syn.Param))

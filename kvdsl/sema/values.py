@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvdsl.ir import nodes as ir
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Expr,
@@ -24,6 +23,7 @@ from kvdsl.ir.nodes import (
     Within,
 )
 from kvdsl.ir.ops import CONDITIONS, INPUTS, OPERATIONS
+from kvdsl.ir.visitors import axes_of
 from kvdsl.passes import fold
 
 NO_AXES: frozenset[Axis] = frozenset()

@@ -160,6 +160,7 @@ class Param:
     value: Expr
     range: Range | None
     override: bool = False
+    keyword: ClassVar[Literal["param"]] = "param"
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Let:
     parameters: tuple[Parameter, ...] | None
     value: Expr
     override: bool = False
+    keyword: ClassVar[Literal["let"]] = "let"
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Tensor:
     axes: tuple[Word, ...]
     file: Word
     override: bool = False
+    keyword: ClassVar[Literal["tensor"]] = "tensor"
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Given:
     default: Expr | None
     override: bool = False
     source: Word | None = None
+    keyword: ClassVar[Literal["given"]] = "given"
 
 
 Named = Param | Let | Tensor | Given
@@ -217,6 +221,7 @@ class Keep:
     count: Expr | None = None
     by: Expr | None = None
     override: bool = False
+    keyword: ClassVar[Literal["keep"]] = "keep"
 
 
 @dataclass(frozen=True)
@@ -343,7 +348,8 @@ def _fields(node: object) -> Iterator[object]:
         yield from value if isinstance(value, tuple) else (value,)
 
 
-def _of(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
+def of_kind(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
+    """Return the nodes of a kind, in order."""
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -466,7 +472,7 @@ class Test:
 
     def of(self, kind: type[Part]) -> list[Part]:
         """Return the steps of a kind, in order."""
-        return _of(self.steps, kind)
+        return of_kind(self.steps, kind)
 
     @property
     def texts(self) -> list[Prompt | Incoming]:
@@ -518,7 +524,7 @@ class Policy:
 
     def of(self, kind: type[Part]) -> list[Part]:
         """Return the statements of a kind, in order."""
-        return _of(self.statements, kind)
+        return of_kind(self.statements, kind)
 
     @property
     def heading(self) -> str:

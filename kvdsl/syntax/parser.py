@@ -178,8 +178,7 @@ class _Parser:
         self.keywords = lexer.keywords
         self.machine: InteractiveParser = lark.parse_interactive("")
         self.states = self.machine.parser_state.parse_conf.states
-        head = _head(source) if isinstance(source, Combined) else []
-        begin = source.clauses if isinstance(source, Combined) else 0
+        head, begin = (_head(source), source.clauses) if isinstance(source, Combined) else ([], 0)
         lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None, begin=begin)
         self.tokens, self.comments, self.strays = [*head, *lexed.tokens], lexed.comments, lexed.strays
         self.spoiling = lexed.spoiling

@@ -148,8 +148,8 @@ FAULTS = [
     _fault(
         "passes",
         "kvdsl/passes/normal.py",
-        "if key == ahead:\n                return other.body, 0",
-        "if key == ahead:\n                return other.body, 1",
+        "case same if same == key:\n                    return other.body, 0",
+        "case same if same == key:\n                    return other.body, 1",
         "tests/sema",
         "tests/lower",
     ),

@@ -15,7 +15,7 @@ import torch
 
 from kvdsl.compiler import package
 from kvdsl.interp import Call, Layer, resolve_heads
-from kvdsl.interp.rotation import Rope as ExactRope
+from kvdsl.interp.attention import Rope as ExactRope
 from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory
 from kvdsl.runtime.backend import AttentionCall

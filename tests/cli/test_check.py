@@ -180,7 +180,7 @@ def test_watch_waits_for_the_first_file(capsys: pytest.CaptureFixture[str], monk
         write_whole(Path("empty/new.kv"), BAD)
         show(read())
 
-    monkeypatch.setattr("kvdsl.cli.watch.watch", watch)
+    monkeypatch.setattr("kvdsl.cli.check.watch", watch)
     result = run(capsys, "check", "empty", "--watch", "--format", "json")
     first, then = result.out.replace("}\n{", "}\0{").split("\0")
     assert json.loads(first)["error"]["message"] == "there is no .kv file to check"

@@ -11,13 +11,12 @@ from functools import partial
 
 import numpy as np
 
+from kvdsl.interp.attention import Rope
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import ascending, at_least_one, differs_by_query_head, evaluate_number, page_of
-from kvdsl.interp.rotation import Rope
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Number, Other, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
-from kvdsl.ir.visitors import of_one_slot
+from kvdsl.ir.visitors import axes_of, of_one_slot
 
 from .ranges import (
     FUNCTIONS,

@@ -16,7 +16,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvdsl.ir import ops
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     PREVIOUS,
     AcrossLayers,
@@ -44,7 +43,7 @@ from kvdsl.ir.nodes import (
     call,
     is_call,
 )
-from kvdsl.ir.visitors import children, expressions, walk
+from kvdsl.ir.visitors import axes_of, children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 from kvdsl.passes.normal import conditions, page_of_key, together
 from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled, reads_data

@@ -14,12 +14,11 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.interp.attention import Call, at_ranks, rank_distances
+from kvdsl.interp.attention import Call, at_ranks, rank_distances, taken_over
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.inputs import NOTHING, Supplied, filled
 from kvdsl.interp.operations import Operations, uniform
-from kvdsl.interp.selection import taken_over
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, TensorRef

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.interp import Call, Head, Layer, resolve_heads
-from kvdsl.interp.rotation import Rope as ExactRope
+from kvdsl.interp.attention import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.loading import class_in_memory

@@ -135,24 +135,6 @@ def test_a_sketch_has_no_more_dims_than_a_key() -> None:
         model()(text(10)["input_ids"], **with_cache(cache))
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "equip_streaming", "equip_h2o"])
-def test_compact_positions_are_those_of_a_text_of_the_survivors(name: str) -> None:
-    """In a model of one layer a key knows its token and position only: recompute what the kept tokens would say by themselves."""
-    one = zoo.make("Llama", num_hidden_layers=1, num_key_value_heads=1)
-    other = zoo.make("Llama", num_hidden_layers=1, num_key_value_heads=1)
-    params = {"budget": 12, "recent": 4} if name == "equip_h2o" else {"budget": 12}
-    cache, ids = policies.cache_class(name)(one, **params), text(60)["input_ids"]
-    with torch.no_grad():
-        one(ids[:, :30], **with_cache(cache))
-        for at in range(30, 60):
-            places = kept(cache, 0)[0][0]
-            ours = one(ids[:, at : at + 1], **with_cache(cache)).logits[0, -1]
-            expected = other(ids[:, [*places, at]]).logits[0, -1]
-            assert len(places) == 12
-            assert (ours - expected).abs().max() < 1e-4, f"token {at}, of {places}"
-    assert max(places) - min(places) > 20, "the survivors should be far apart in the text"
-
-
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 BLOCKS = "param budget = 12\nscore sum(attn)\nprefill blocks of 8"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdsl.interp import Call, Head, Interpreter, resolve
-from kvdsl.interp.selection import selected, sketch_dims
+from kvdsl.interp.attention import selected, sketch_dims
 from kvdsl.ir.nodes import Expr, Policy
 from kvdsl.ir.visitors import with_policy
 from kvdsl.passes.columns import add_columns

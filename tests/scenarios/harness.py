@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvdsl.compiler import Analysis, analyse
 from kvdsl.files import resource
+from kvdsl.scenarios.check import Scenario
 from kvdsl.scenarios.run import Outcome, run_scenario
-from kvdsl.scenarios.scenario import Scenario
 from kvdsl.source import SourceFile
 
 POLICIES = ("h2o", "roco", "snapkv", "sparcas", "streaming_llm", "vatp_h2o", "tova", "full", "scissorhands_window")

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Number, Reduce
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import axes_of, walk
 from kvdsl.syntax import habits
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 

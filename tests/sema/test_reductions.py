@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Number, Other, ParamRef, Rank, Reduce, call
 from kvdsl.ir.printer import print_expression, print_policy
+from kvdsl.ir.visitors import axes_of
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 ATTN = Input(name="attn")

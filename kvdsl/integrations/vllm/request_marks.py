@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvdsl.budget import is_whole
 from kvdsl.errors import KvdslError
 from kvdsl.generation.spans import checksum, names_of
 from kvdsl.runtime.marks import refuse_unknown
@@ -66,10 +67,13 @@ def _list(name: str, found: Any) -> list[Any]:
 
 
 def _stretch(name: str, found: Any, length: int) -> tuple[int, int | None]:
-    if not isinstance(found, list | tuple) or len(found) != 2:
-        raise KvdslError(f"a stretch of `{name}` in `{KEY}` is {found!r}; give [start, end], the end behind its last token")
-    start = _place(name, found[0], length)
-    end = None if found[1] is None else _place(name, found[1], length)
+    match found:
+        case (first, last):
+            start, end = _place(name, first, length), None if last is None else _place(name, last, length)
+        case _:
+            raise KvdslError(
+                f"a stretch of `{name}` in `{KEY}` is {found!r}; give [start, end], the end behind its last token"
+            )
     if end is not None and end <= start:
         raise KvdslError(
             f"`{name}` from {start} to {end} in `{KEY}` holds no token: the end is the place behind its last one"
@@ -78,7 +82,7 @@ def _stretch(name: str, found: Any, length: int) -> tuple[int, int | None]:
 
 
 def _place(name: str, found: Any, length: int) -> int:
-    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= length:
+    if not is_whole(found, 0) or found > length:
         raise KvdslError(
             f"`{name}` in `{KEY}` names place {found!r}, and the prompt has {length} tokens: give places from 0 to {length}"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from kvdsl.budget import with_ratio
+from kvdsl.budget import is_number, with_ratio
 from kvdsl.errors import KvdslError
 from kvdsl.generation.spans import THINK
 from kvdsl.memory import OPTIONS
@@ -172,7 +172,7 @@ def parsed(found: Any) -> Settings:
         raise KvdslError(f"`thinks` is {thinks!r}; give what the model writes before and behind its thinking, {list(THINK)}")
     rest = {name: value for name, value in found.items() if name not in ("policy", *OPTIONS, "thinks")}
     for name, value in rest.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise KvdslError(
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )

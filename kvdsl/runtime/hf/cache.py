@@ -129,6 +129,7 @@ class KVCache(Linked, Cache):
         if spec.tensors is not None:
             spec.tensors.check(sizes(self._config, len(layers)))
         rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
+        own = list[SlotLayer]()
         for index, window in managed_windows(model).items():
             state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
@@ -137,7 +138,7 @@ class KVCache(Linked, Cache):
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
-        own = [layer for layer in layers if isinstance(layer, SlotLayer)]
+            own.append(layer)
         self._sync.is_alone = len(own) == len(layers)
         self._watch = Watch(self._sync, own)
         introduce(layer.state for layer in own)
@@ -190,9 +191,14 @@ class KVCache(Linked, Cache):
     def _served(self) -> list[SlotLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
+    @property
+    def _native(self) -> list[Any]:
+        """The layers that are transformers' own."""
+        return [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+
     def bytes(self) -> int:
         """Return the size of the cache in bytes, transformers' own layers included."""
-        return sum(layer.bytes() if isinstance(layer, SlotLayer) else native_bytes(layer) for layer in self.layers)
+        return sum(layer.bytes() for layer in self._served) + sum(map(native_bytes, self._native))
 
     def __repr__(self) -> str:
         params = [f"{name}={spelled(value)}" for name, value in self._params.items() if value is not None]
@@ -403,8 +409,7 @@ class KVCache(Linked, Cache):
             KvdslError: if the cache has fewer tokens, some belong to the prompt or were not recorded, or if it is not an int. Nothing is
                 changed then.
         """
-        native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
-        removed = 0
+        native, removed = self._native, 0
         for own in self._served:  # check all layers before changing any
             removed = own.undo.to_remove(own.length, tokens_to_remove, noted_only=bool(native))
         for layer in native:
@@ -428,10 +433,10 @@ class KVCache(Linked, Cache):
         """
         speculation.refuse_unrecordable(self._spec, self.layers)
         noted = speculation.check_steps(steps)
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.undo.record(noted)
-            elif hasattr(layer, "activate_past_recording"):
+        for own in self._served:
+            own.undo.record(noted)
+        for layer in self._native:
+            if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
 

@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.forwards import tokens_of
 from kvdsl.runtime.hf.models import changes_frequencies
-from kvdsl.runtime.hf.versions import cache_of, with_cache
+from kvdsl.runtime.hf.versions import cache_of, is_of_tokens, with_cache
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.watch import Watch
@@ -125,7 +125,7 @@ def _with_cache_again(
 def _columns(mask: Any, positions: Any) -> int:
     """Return how many tokens the mask or the positions cover, cached ones included; 0 if unknown."""
     for covered in (mask, positions):
-        if isinstance(covered, Tensor) and covered.ndim == 2:
+        if is_of_tokens(covered):
             return covered.shape[1]
     return 0
 
@@ -210,7 +210,7 @@ def _padding_known(watch: Watch, mask: Any) -> Iterator[None]:
 
 def _refuse_right_padding(mask: Any) -> None:
     """Raise KvdslError if a row of the prompt's mask, [batch, tokens], is padded on the right."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    if not is_of_tokens(mask):
         return
     padded = (mask[:, -1] == 0) & (mask != 0).any(1)
     if bool(padded.any()):

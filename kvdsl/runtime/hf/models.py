@@ -26,21 +26,25 @@ def unwrap(model: Any) -> PreTrainedModel:
     """
     found = model
     for _ in range(4):
-        if isinstance(found, PreTrainedModel):
-            return found
-        if hasattr(found, "_orig_mod"):
-            found = found._orig_mod
-        elif hasattr(found, "get_base_model"):
-            found = found.get_base_model()
-        elif isinstance(found, nn.Module) and hasattr(found, "module"):
-            found = found.module
+        match found:
+            case PreTrainedModel():
+                return found
+            case object(_orig_mod=inner):
+                found = inner
+            case object(get_base_model=inner):
+                found = inner()
+            case nn.Module(module=inner):
+                found = inner
     raise KvdslError(f"the model must be a transformers model, not {_described(model)}")
 
 
 def _described(thing: Any) -> str:
-    if isinstance(thing, type):
-        return f"the class {thing.__name__} (construct or load it first)"
-    return f"{type(thing).__name__} {thing!r}" if isinstance(thing, (str, int, float)) else type(thing).__name__
+    match thing:
+        case type():
+            return f"the class {thing.__name__} (construct or load it first)"
+        case str() | int() | float():
+            return f"{type(thing).__name__} {thing!r}"
+    return type(thing).__name__
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,7 +16,7 @@ A model's forward and `generate` name the cache differently:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import transformers
 from torch import Tensor, nn
@@ -68,6 +68,11 @@ def mask_tokens(arguments: dict[str, Any]) -> int:
     if "q_length" in arguments:
         return int(arguments["q_length"])
     return int(arguments["cache_position"].shape[0])
+
+
+def is_of_tokens(mask: Any) -> TypeGuard[Tensor]:
+    """Return whether a mask, or positions, is a tensor with a number per token, [batch, tokens]."""
+    return isinstance(mask, Tensor) and mask.ndim == 2
 
 
 def text_config(model: nn.Module) -> Any:

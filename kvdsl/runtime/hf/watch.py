@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.text import repeats_rows
-from kvdsl.runtime.hf.versions import text_config
+from kvdsl.runtime.hf.versions import is_of_tokens, text_config
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
@@ -88,7 +88,7 @@ class Watch:
 
     def check_mask(self, mask: Any) -> None:
         """Raise KvdslError if the mask of the whole text hides cached tokens."""
-        if isinstance(mask, Tensor) and mask.ndim == 2:
+        if is_of_tokens(mask):
             self._layers[0].check_mask(mask, one_token=False)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:

@@ -13,9 +13,8 @@ from random import Random
 from typing import Literal
 
 from kvdsl.ir import ops
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Policy, Reduce, call, is_call
-from kvdsl.ir.visitors import children, rewrite, walk, with_policy
+from kvdsl.ir.visitors import axes_of, children, rewrite, walk, with_policy
 from kvdsl_lab.search.space import BUDGET, Bounds
 
 QUERY_SLOT = frozenset({Axis.QUERY, Axis.SLOT})

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Reduce, call, is_call
 from kvdsl.ir.ops import COMPARISONS, FUNCTIONS, LOGICAL, OPERATORS
 from kvdsl.ir.printer import print_expression, print_keep, print_policy
-from kvdsl.ir.visitors import children, expressions, rewrite, walk, with_policy
+from kvdsl.ir.visitors import axes_of, children, expressions, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
 BUDGET = Input(name="budget")
