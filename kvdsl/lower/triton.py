@@ -8,7 +8,7 @@ call device functions of `ops.py`, `evicting.py` and `select.py` in `kvdsl/runti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -162,7 +162,7 @@ def triton_plan(step: Step) -> TritonPlan:
     loops = [*observe, *(settle.score if settle else ())]
     spreads = bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1
     lazy = spreads and settle is not None and not settle.agrees and not any(one.columns for one in step.rank)
-    merged = _merged(step, observe[0], settle.score[0]) if lazy and observe else None
+    merged = _merged(step, observe[0], settle.score[0]) if lazy and settle is not None and observe else None
     constants = {
         "SPREADS": spreads,
         "LOGITS": bool({"attn", "logit"} & {*names_of(uses, "input")}),
@@ -361,7 +361,7 @@ def _observe(step: Step) -> list[Pass]:
     return [*loops, Pass((), (*values_of(step, "visible", uses_of(*lines)), *lines))]
 
 
-def _folds(folded: list[Column], printer: BlockPrinter) -> list[Fragment]:
+def _folds(folded: Sequence[Column], printer: BlockPrinter) -> list[Fragment]:
     """Print the statements that fold the query into columns. They read each other's values from before it, so stores come last."""
     stores = [
         f"tl.store({column.name}_at + i, new_{column.name}, mask=visible)" for column in folded if column.rule != "ring"

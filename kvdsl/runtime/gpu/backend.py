@@ -191,7 +191,9 @@ class TritonBackend:
         """Yield the launches of one token, in order."""
         batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
         sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
-        block_size = layout.size if isinstance(layout, Blocks | Lent) else 0
+        lent = layout if isinstance(layout, Lent) else None
+        in_blocks = layout if isinstance(layout, Blocks) else None
+        block_size = getattr(lent or in_blocks, "size", 0)
         alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
         settle, options = alone, ALONE_OPTIONS
         if self.kernels.CONSTANTS["SPREADS"]:
@@ -210,11 +212,11 @@ class TritonBackend:
             **self.kernels.CONSTANTS, "DOT": self._dot, "PRECISION": precision_of(state.spec.kv_dtype),
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
-            "BESIDE": isinstance(layout, Lent),
+            "BESIDE": lent is not None,
             "HALVES": False, "half_keys": None,  # both halves of a key are in registers, and the second's negative is exact
         }  # fmt: skip
-        if isinstance(layout, Lent):
-            yield layout.launch(arguments, back=False)
+        if lent is not None:
+            yield lent.launch(arguments, back=False)
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
             yield Launch(self.kernels.make_room, (heads, batch), arguments | alone, ALONE_OPTIONS)
@@ -231,16 +233,16 @@ class TritonBackend:
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
         attends = arguments | dense | sizes.attend(rope, packed=state.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
-        if isinstance(layout, Blocks):
-            yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": layout.blocks}, TAKE_OPTIONS)
+        if in_blocks is not None:
+            yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": in_blocks.blocks}, TAKE_OPTIONS)
         yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
         if agrees:
             yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": False}, ALONE_OPTIONS)
-        if isinstance(layout, Blocks) and state.evicts:
+        if in_blocks is not None and state.evicts:
             gives = arguments | sizes.give_back(block_size)
             yield Launch(give_back, (arguments["table"].shape[1], batch), gives, GIVE_BACK_OPTIONS)
-        if isinstance(layout, Lent):
-            yield layout.launch(arguments, back=True)
+        if lent is not None:
+            yield lent.launch(arguments, back=True)
 
 
 _prepared: weakref.WeakKeyDictionary[Workspace, Prepared] = weakref.WeakKeyDictionary()
