@@ -520,6 +520,10 @@ def test_the_block_size_that_is_named_is_large_enough() -> None:
     with pytest.raises(KvdslError, match="--block-size") as caught:
         engine("roco_easykv", **asked)
     size = int(str(caught.value).partition("--block-size ")[2].partition(",")[0])
+    for given, own in (({}, -(-size // 32) * 32), ({"generated": 12}, 32)):
+        found = {"kvdsl": {"policy": "roco_easykv", "generated": 1000, **given}}
+        llm = engine("roco_easykv", block_size=None, **{**asked, "additional_config": found})
+        assert scheduler(llm).kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == own
     llm = engine("roco_easykv", block_size=size, **asked)
     assert scheduler(llm).kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size == size
     with pytest.raises(KvdslError, match=f"--block-size {size}"):

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.releases import ANSWERS, NAME, TEXTS
 from kvdsl.integrations.vllm.request_marks import KEY, request_marks
-from kvdsl.integrations.vllm.settings import Settings, asked, traced
+from kvdsl.integrations.vllm.settings import Plan, Settings, asked, traced
+
+CPU_STEP = 32
+"""vLLM's kernels for CPUs prefer blocks of a multiple of so many tokens."""
 
 
 def have_it_chosen(platform: Any) -> None:
@@ -27,10 +31,30 @@ def have_it_chosen(platform: Any) -> None:
     def check_and_update_config(config: Any) -> None:
         shown(config)
         choose(config)
+        if platform.is_cpu():
+            _size_blocks(config)
         _have_texts(config)
 
     check_and_update_config.by_kvdsl = True  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
+
+
+def _size_blocks(config: Any) -> None:
+    """Make blocks as small as an answer's state allows, unless the user names a size: the state has a block of its own.
+
+    What is refused is left to the layers, which say why.
+    """
+    model, cache = config.model_config, config.cache_config
+    if model is None or cache.user_specified_block_size:
+        return
+    with suppress(KvdslError):
+        plan = Plan.of(config)
+        if plan is not None and plan.settings.answers:
+            from kvdsl.integrations.vllm.page import State, page
+
+            heads, dim = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+            found = page(plan.settings, heads, dim, model.dtype, layers=plan.layers, longest=plan.longest)
+            cache.block_size = State.beside(found).least_block(CPU_STEP, heads * 2 * dim * model.dtype.itemsize)
 
 
 def _have_texts(config: Any) -> None:

@@ -146,11 +146,14 @@ class State:
             token_bytes: of a token's keys and values in a layer.
         """
         if self.bytes > block_size * token_bytes:
-            least = -(-self.bytes // (16 * token_bytes)) * 16
             raise KvdslError(
                 f"what the policy remembers of an answer takes {self.bytes} bytes in a layer, and a block of {block_size} tokens has "
-                f"{block_size * token_bytes}: say --block-size {least}, or keep fewer tokens"
+                f"{block_size * token_bytes}: say --block-size {self.least_block(16, token_bytes)}, or keep fewer tokens"
             )
+
+    def least_block(self, step: int, token_bytes: int) -> int:
+        """Return the tokens of the smallest block that has room, a multiple of `step`. See `check_fits`."""
+        return -(-self.bytes // (step * token_bytes)) * step
 
 
 @lru_cache
