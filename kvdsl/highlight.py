@@ -15,7 +15,7 @@ _NAME = _PATTERNS["NAME"]
 _BOTH = "|".join(sorted(NAMED_INPUTS & keywords()))
 """Inputs that also begin a statement: `budget budget / 2`."""
 _OPERATORS = ("POWER", "STAR", "SLASH", "PERCENT", "PLUS", "MINUS", "LE", "GE", "EQ", "NE", "LT", "GT", "RANGE", "EQUAL")
-_PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "LSQB", "RSQB", "COMMA", "_SEP")
+_PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "LSQB", "RSQB", "COMMA", "DOT", "_SEP")
 
 
 class KvLexer(RegexLexer):  # type: ignore[misc]

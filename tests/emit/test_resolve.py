@@ -86,10 +86,10 @@ def test_what_is_kept_in_layers_that_do_not_evict_is_no_matter() -> None:
 
 @pytest.mark.parametrize("policy", [path.stem for path in shipped_policies()])
 def test_a_negative_count_is_refused(policy: str) -> None:
-    """Every param of the shipped policies but the budget counts something."""
+    """Every param of the shipped policies but the budget and shares counts something."""
     spec = kvdsl.load(policy).spec
     for name in spec.params:
-        if name != "budget":
+        if name not in ("budget", "alpha", "mix", "close"):
             with pytest.raises(KvdslError, match=f"`{name}` of {spec.name} is -1; give [01] or more"):
                 resolved(spec, **{name: -1})
 

@@ -5,6 +5,7 @@ Nothing in here knows the language or the interpreter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -253,6 +254,53 @@ def of_answer(cache: Cache) -> list[int]:
     return [token for token in cache.kept if token >= cache.method.prompt]
 
 
+def keydiff_answer(cache: Cache) -> list[int]:
+    """KeyDiff among what is generated: the key nearest to the mean direction leaves."""
+    unit = {token: cache.k[token] / np.linalg.norm(cache.k[token]) for token in of_answer(cache)}
+    anchor = sum(unit.values())
+    return lowest(cache, of_answer(cache), lambda token: -float(unit[token] @ anchor))
+
+
+def rkv_answer(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 4, close: float = 0.5) -> list[int]:
+    """R-KV among what is generated: the largest of seven of what the window gives, against the softmax of likeness."""
+    if cache.excess < buffer:
+        return []
+    mine = of_answer(cache)
+    unit = np.stack([cache.k[token] / np.linalg.norm(cache.k[token]) for token in mine])
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, 0)
+    for row in cosines:
+        large = np.flatnonzero(row > close)
+        row[large[-1:]] = 0  # the newest that is much like it
+    alike = np.exp(cosines.sum(axis=0) / len(mine))
+    text = mine[:-window]
+    told = [
+        sum(cache.most[token][query] for query in range(cache.newest - window + 1, cache.newest + 1)) / window
+        for token in text
+    ]
+
+    def score(token: int) -> float:
+        place = text.index(token)
+        return mix * max(told[max(0, place - 3) : place + 4]) - (1 - mix) * float(alike[place] / alike.sum())
+
+    return lowest(cache, text, score)
+
+
+def lazy_answer(cache: Cache, window: int = 3, alpha: float = 0.03) -> list[int]:
+    """LazyEviction among what is generated: when each was last needed, and the longest pause before it was."""
+    if cache.excess < window:
+        return []
+
+    def score(token: int) -> float:
+        times = [token - 1, *(query for query, p in cache.rows[token].items() if p >= alpha)]
+        longest = max((after - before for before, after in itertools.pairwise(times)), default=0)
+        again = 2 / (1 + math.exp(longest - 1)) if longest else 0.0
+        overdue = (cache.newest - times[-1]) / (longest + 1e-5)
+        return (2 / (1 + math.exp(1 + overdue)) if overdue < 700 else 0.0) + again
+
+    return lowest(cache, of_answer(cache)[:-window], score)
+
+
 def knorm(cache: Cache) -> list[int]:
     """The longest key leaves; the newest stays."""
     return lowest(cache, cache.kept[:-1], lambda token: -math.sqrt(sum(x * x for x in cache.k[token])))
@@ -393,6 +441,9 @@ METHODS: dict[str, Method] = {
     "h2o_answer": Method(h2o_answer, 20),
     "random_answer": Method(random_answer, 20),
     "recent_answer": Method(lambda cache: of_answer(cache)[: cache.excess], 20),
+    "keydiff_answer": Method(keydiff_answer, 20),
+    "rkv_answer": Method(rkv_answer, 20, {"budget": 8, "window": 3, "mix": 0.4, "buffer": 4}),
+    "lazy_answer": Method(lazy_answer, 20, {"budget": 8, "window": 3, "alpha": 0.03}),
     "vatp_code": Method(vatp_code, 20, {"budget": 20, "history": 9, "sinks": 4}, prompt=24, tokens=60),
     "vatp_roco": Method(vatp_roco, given={"budget": 8, "sinks": 2}),
     "roco_sparcas": Method(

@@ -37,7 +37,7 @@ from tests.vllm.texts import drawn
 KEPT, NEW = 12, 40
 """Tokens of an answer that stay, and those that are generated."""
 
-POLICIES = ("roco_easykv", "h2o_answer", "random_answer", "recent_answer", "keydiff_answer", "rkv_answer")
+POLICIES = ("roco_easykv", "h2o_answer", "random_answer", "recent_answer")
 LENGTHS = (1, 9, 47, 130, 301)
 SIZE = 16
 """Tokens of a block."""
