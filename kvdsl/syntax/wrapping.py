@@ -18,8 +18,8 @@ _DEEPEST = 20
 """Parentheses nested deeper than this are not broken, which limits the indentation."""
 
 _VALUES = {"NAME", "NUMBER", "RPAR"}
-_STEPS = {"ATTEND", "TOKEN", "EXPECT", "NUMBER"}
-"""The first tokens of a test's steps with numbers, in which `-` is a sign, even after a name."""
+_STEPS = {"ATTEND", "TOKEN", "EXPECT"}
+"""The first tokens of a test's steps with numbers, perhaps after `3 times`, in which `-` is a sign, even after a name."""
 _LOOSENESS = {
     "OR": 1, "AND": 2, "LT": 3, "LE": 3, "GT": 3, "GE": 3, "EQ": 3, "NE": 3, "PLUS": 4, "MINUS": 4, "STAR": 5, "SLASH": 5, "PERCENT": 5,
 }  # fmt: skip
@@ -45,7 +45,7 @@ def wrapped(pieces: Sequence[Piece], indent: str) -> list[str]:
 def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
     """Yield the space before each token."""
     signed = False  # whether the previous token is a sign
-    step = bool(pieces) and pieces[0].type in _STEPS
+    step = any(piece.type in _STEPS for piece in pieces[:1]) or any(piece.type == "TIMES" for piece in pieces[1:2])
     for index, piece in enumerate(pieces):
         before = pieces[index - 1] if index else None
         yield "" if before is None or signed else _gap(before, piece)

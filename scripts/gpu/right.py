@@ -178,7 +178,7 @@ def of_some_rows(spec: PolicySpec, setting: Setting) -> Iterator[str]:
         return
     from kvdsl.runtime.gpu.rows import Rows
 
-    rows, static = Rows(cast("Any", backend), state, as_call(state, tokens[0]).rope), tuple(x.clone() for x in tokens[0])
+    rows, static = Rows(cast("Any", backend), state), tuple(x.clone() for x in tokens[0])
     twin, draw = clone_of(state), torch.Generator().manual_seed(0)
     which = torch.arange(shape.batch, dtype=torch.int32, device=setting.device)
     real = torch.ones(shape.batch, 1, dtype=torch.bool, device=setting.device)

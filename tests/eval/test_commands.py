@@ -300,7 +300,7 @@ def test_the_demo_without_its_model(tmp_path, monkeypatch):
         demo.main, ["--new-tokens", "2", "--out", "demo_alone", "--kv-dtype", "int8"]
     )
     assert done.exit_code == 0, done.output
-    assert "--kv-dtype int8 --compare --prompt-file" in done.stdout, "nothing is told of a model that is not there"
+    assert "--kv-dtype int8 --compare --prompt-file" in done.stdout, "the demo shows the command for a larger model"
     assert f'ChunkKVCache(model, budget={demo.RATE}, kv_dtype="int8")' in done.stdout
     assert "smollm2 cannot be had (the package index is closed)" in " ".join(done.stdout.split())
     assert "Going on with a text" in done.stdout and "Finding a fact" not in done.stdout

@@ -12,7 +12,22 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.interp import brute
-from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, by_sketch, draw, full, lowest, recent_total, rotated
+from tests.interp.brute import (
+    FREQUENCIES,
+    Cache,
+    Leaves,
+    Method,
+    by_sketch,
+    cosines,
+    draw,
+    full,
+    likeness,
+    lowest,
+    mixed,
+    overdue,
+    recent_total,
+    rotated,
+)  # fmt: skip
 
 
 def once(leaves: Leaves) -> Leaves:
@@ -48,15 +63,8 @@ def logits(cache: Cache, token: int) -> list[float]:
 # -- exactly -----------------------------------------------------------------------------------------------------------
 
 
-def cosines(cache: Cache) -> dict[int, float]:
-    """Of each key with the mean of all unit keys."""
-    unit = {token: cache.k[token] / length(cache.k[token]) for token in cache.kept}
-    anchor = sum(unit.values()) / len(unit)
-    return {token: float(one @ anchor) / length(anchor) for token, one in unit.items()}
-
-
 def keydiff(cache: Cache) -> list[int]:
-    found = cosines(cache)
+    found = cosines(cache, cache.kept)
     return lowest(cache, cache.kept, lambda token: -found[token])
 
 
@@ -456,26 +464,8 @@ def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 4) -> lis
     for query in range(cache.newest - window + 1, cache.newest + 1):
         most = {one: max(math.exp(q @ cache.k[one] / math.sqrt(len(q))) for q in cache.q[query]) for one in text}
         given.append({one: x / sum(most.values()) for one, x in most.items()})
-    told = [sum(row[one] for row in given) / window for one in text]
-    alike = {one: math.exp(x) for one, x in likeness(cache).items()}
-
-    def score(token: int) -> float:
-        place = text.index(token)
-        return mix * max(told[max(0, place - 3) : place + 4]) - (1 - mix) * alike[token] / sum(alike.values())
-
-    return lowest(cache, text, score)
-
-
-def likeness(cache: Cache, close: float = 0.5) -> dict[int, float]:
-    """The matrix of cosines, without its diagonal and the newest large one of each row, summed by columns."""
-    keys = np.stack([cache.k[token] / length(cache.k[token]) for token in cache.kept])
-    cosines = keys @ keys.T
-    for row, found in enumerate(cosines):
-        found[row] = 0
-        large = [place for place in range(len(keys)) if found[place] > close]
-        if large:
-            found[large[-1]] = 0
-    return dict(zip(cache.kept, cosines.sum(axis=0) / len(keys), strict=True))
+    told = {one: sum(row[one] for row in given) / window for one in text}
+    return lowest(cache, text, mixed(cache, cache.kept, told, mix))
 
 
 def keyformer(cache: Cache, recent: int = 3, generated: int = 3) -> list[int]:
@@ -516,10 +506,7 @@ def lazy_eviction(cache: Cache, tokens: int = 9, window: int = 3) -> list[int]:
     def score(token: int) -> float:
         begun = max(0, token - prompt)
         times = [begun, *(query + 1 - prompt for query in hits(cache, token) if query >= prompt)]
-        longest = max((after - before for before, after in itertools.pairwise(times)), default=0)
-        overdue = (step - times[-1]) / (longest + 1e-5)
-        again = 2 / (1 + math.exp(longest - 1)) if longest else 0.0
-        return (2 / (1 + math.exp(1 + overdue)) if overdue < 700 else 0.0) + again
+        return overdue(times, step)
 
     old = sorted(cache.kept[:-window], key=lambda token: (score(token), token))
     return old[: max(0, len(cache.kept) - tokens)]
@@ -614,7 +601,7 @@ class GKV:
         now = {token: sum(given) / len(given) for token, given in asked.items()}
         most = max(now.values())
         found = {token: max(self.decay * self.scores.get(token, 0.0), now[token] / most) for token in text}
-        alike = {token: math.exp(x) for token, x in likeness(cache).items() if token in text}
+        alike = {token: math.exp(x) for token, x in likeness(cache, cache.kept).items() if token in text}
         worst = max(alike.values())
         gone = lowest(cache, text, lambda token: self.mix * found[token] - (1 - self.mix) * alike[token] / worst)
         self.scores = {token: score for token, score in found.items() if token not in gone}

@@ -254,51 +254,66 @@ def of_answer(cache: Cache) -> list[int]:
     return [token for token in cache.kept if token >= cache.method.prompt]
 
 
+def cosines(cache: Cache, tokens: list[int]) -> dict[int, float]:
+    """Of each key with the mean of all unit keys."""
+    unit = {token: cache.k[token] / np.linalg.norm(cache.k[token]) for token in tokens}
+    anchor = sum(unit.values()) / len(unit)
+    return {token: float(one @ anchor / np.linalg.norm(anchor)) for token, one in unit.items()}
+
+
 def keydiff_answer(cache: Cache) -> list[int]:
     """KeyDiff among what is generated: the key nearest to the mean direction leaves."""
-    unit = {token: cache.k[token] / np.linalg.norm(cache.k[token]) for token in of_answer(cache)}
-    anchor = sum(unit.values())
-    return lowest(cache, of_answer(cache), lambda token: -float(unit[token] @ anchor))
-
-
-def rkv_answer(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 4, close: float = 0.5) -> list[int]:
-    """R-KV among what is generated: the largest of seven of what the window gives, against the softmax of likeness."""
-    if cache.excess < buffer:
+    if cache.excess < 1:
         return []
-    mine = of_answer(cache)
-    unit = np.stack([cache.k[token] / np.linalg.norm(cache.k[token]) for token in mine])
-    cosines = unit @ unit.T
-    np.fill_diagonal(cosines, 0)
-    for row in cosines:
-        large = np.flatnonzero(row > close)
-        row[large[-1:]] = 0  # the newest that is much like it
-    alike = np.exp(cosines.sum(axis=0) / len(mine))
-    text = mine[:-window]
-    told = [
-        sum(cache.most[token][query] for query in range(cache.newest - window + 1, cache.newest + 1)) / window
-        for token in text
-    ]
+    found = cosines(cache, of_answer(cache))
+    return lowest(cache, of_answer(cache), lambda token: -found[token])
+
+
+def likeness(cache: Cache, tokens: list[int], close: float = 0.5) -> dict[int, float]:
+    """The matrix of cosines, without its diagonal and the newest large one of each row, summed by columns."""
+    keys = np.stack([cache.k[token] / np.linalg.norm(cache.k[token]) for token in tokens])
+    cosines = keys @ keys.T
+    for row, found in enumerate(cosines):
+        found[row] = 0
+        found[np.flatnonzero(found > close)[-1:]] = 0
+    return dict(zip(tokens, cosines.sum(axis=0) / len(keys), strict=True))
+
+
+def mixed(cache: Cache, tokens: list[int], told: dict[int, float], mix: float) -> Callable[[int], float]:
+    """R-KV's score: the largest of seven of what the window gives, against the softmax of likeness among `tokens`."""
+    alike, text = {one: math.exp(x) for one, x in likeness(cache, tokens).items()}, list(told)
 
     def score(token: int) -> float:
         place = text.index(token)
-        return mix * max(told[max(0, place - 3) : place + 4]) - (1 - mix) * float(alike[place] / alike.sum())
+        near = text[max(0, place - 3) : place + 4]
+        return mix * max(map(told.__getitem__, near)) - (1 - mix) * alike[token] / sum(alike.values())
 
-    return lowest(cache, text, score)
+    return score
+
+
+def rkv_answer(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 4) -> list[int]:
+    """R-KV among what is generated, by the probabilities among all."""
+    if cache.excess < buffer:
+        return []
+    mine, queries = of_answer(cache), range(cache.newest - window + 1, cache.newest + 1)
+    told = {token: sum(cache.most[token][query] for query in queries) / window for token in mine[:-window]}
+    return lowest(cache, list(told), mixed(cache, mine, told, mix))
+
+
+def overdue(times: list[int], now: int) -> float:
+    """LazyEviction's score of a token that was needed at these times, the first of which is where it begins."""
+    longest = max((after - before for before, after in itertools.pairwise(times)), default=0)
+    late = (now - times[-1]) / (longest + 1e-5)
+    again = 2 / (1 + math.exp(longest - 1)) if longest else 0.0
+    return (2 / (1 + math.exp(1 + late)) if late < 700 else 0.0) + again
 
 
 def lazy_answer(cache: Cache, window: int = 3, alpha: float = 0.03) -> list[int]:
-    """LazyEviction among what is generated: when each was last needed, and the longest pause before it was."""
+    """LazyEviction among what is generated, a window at a time."""
     if cache.excess < window:
         return []
-
-    def score(token: int) -> float:
-        times = [token - 1, *(query for query, p in cache.rows[token].items() if p >= alpha)]
-        longest = max((after - before for before, after in itertools.pairwise(times)), default=0)
-        again = 2 / (1 + math.exp(longest - 1)) if longest else 0.0
-        overdue = (cache.newest - times[-1]) / (longest + 1e-5)
-        return (2 / (1 + math.exp(1 + overdue)) if overdue < 700 else 0.0) + again
-
-    return lowest(cache, of_answer(cache)[:-window], score)
+    times = {token: [token - 1, *(query for query, p in row.items() if p >= alpha)] for token, row in cache.rows.items()}
+    return lowest(cache, of_answer(cache)[:-window], lambda token: overdue(times[token], cache.newest))
 
 
 def knorm(cache: Cache) -> list[int]:

@@ -76,9 +76,9 @@ class Blocks:
 
 
 def compare(policy: str, dtype: torch.dtype, served_by: type[Blocks]) -> None:
-    """That two requests, the second of which begins its answer later, are what each is in a cache of its own.
+    """Assert that two requests get what each gets in a cache of its own. They share their first two blocks.
 
-    The first two blocks are both prompts'.
+    The second request begins its answer later.
     """
     torch.manual_seed(1)
     blocks = torch.full((12, HEADS, 2, SIZE, DIM), torch.nan, dtype=dtype)
@@ -142,7 +142,7 @@ def test_a_block_that_is_too_small_names_one_that_is_not() -> None:
 
 
 LONG = (300, 290, 271, 141, 128, 5)
-"""Prompts of which the first five share 128 tokens, and the first three 256."""
+"""Lengths of prompts. The first five share 128 tokens, and the first three share 256."""
 
 
 @pytest.mark.parametrize("sinks", [None, 0.5], ids=["", "sinks"])

@@ -131,13 +131,11 @@ def _scores(out, q, k, by, angles, D: tl.constexpr, DOT: tl.constexpr):
         k_first,
         k_second,
         k_other,
-        i,
         tl.load(by + i),
         angles,
         D // 2,
         D // 2,
         0,
-        False,
         False,
         DOT,
     )

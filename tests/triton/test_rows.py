@@ -75,7 +75,7 @@ def caches(backend: TritonBackend, spec: PolicySpec, given: dict[str, Any]) -> t
     """What every cache was left by somebody: numbers that must not be seen."""
     state = empty(spec, given)
     backend.prefill(state, call(40, CACHES, torch.Generator().manual_seed(9)))
-    rows, before = Rows(backend, state, ROPE), {name: tensor.clone() for name, tensor in state.tensors().items()}
+    rows, before = Rows(backend, state), {name: tensor.clone() for name, tensor in state.tensors().items()}
     rows.make_ready(6, call(1, 1, torch.Generator()))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in state.tensors().items())
     return rows, state
@@ -130,7 +130,7 @@ def test_layers_work_in_the_same() -> None:
         prompt = call(40, 3, generator)
         for one in (state, own):
             backend.prefill(one, prompt)
-        layers.append(Rows(backend, state, ROPE, shared))
+        layers.append(Rows(backend, state, shared))
         layers[-1].make_ready(3, call(1, 1, generator))
         alone.append(own)
     assert [rows for rows, _ in shared] == [1, 2, 4]
@@ -140,7 +140,7 @@ def test_layers_work_in_the_same() -> None:
             token = call(1, 3, generator)
             out = rows.decode(torch.arange(3, dtype=torch.int32), token)
             torch.testing.assert_close(out, backend.decode(own, token), rtol=1e-5, atol=1e-6)
-            assert {id(x) for work in rows._works.values() for x in work.tensors.values()} == known
+            assert {id(x) for work in rows._works._made.values() for x in work.tensors.values()} == known
 
 
 def test_caches_whose_slots_have_no_place_of_their_own_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What vLLM takes on GPUs, one of which is played: how it serves there, `test_rows` and `test_answers_on_gpus` have."""
+"""What vLLM chooses on a played GPU. `test_rows` and `test_answers_on_gpus` test how it serves there."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_what_steps_of_an_accelerator_keep_has_its_place_in_a_page(policy: str) 
     found.adopt(state, found.spread(blocks, state))
     kept = {name: tensor for name, tensor in state.tensors().items() if name in EMPTY and tensor.numel()}
     assert kept
-    Rows(NoBackend(), state, ROPE)  # type: ignore[arg-type]
+    Rows(NoBackend(), state)  # type: ignore[arg-type]
     assert all(getattr(state, name) is tensor for name, tensor in kept.items())
 
 

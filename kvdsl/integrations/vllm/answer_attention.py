@@ -17,7 +17,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.answer_step import Answer, Generated, Step
 from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.guesses import Guesses
-from kvdsl.integrations.vllm.page import State, page
+from kvdsl.integrations.vllm.page import state_of
 from kvdsl.integrations.vllm.prompt_parts import PromptParts
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.texts import Texts
@@ -27,11 +27,6 @@ from kvdsl.runtime.cpu.answers import Answers
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.prepared import DecodeArgs, point, strides_of
 from kvdsl.runtime.state.slots import SlotState
-
-
-def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype, *, aligned: bool) -> State:
-    """Return the layout of an answer's state in its block; `aligned`: see `page`."""
-    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest, aligned=aligned))
 
 
 class AnswerAttention(AttentionImpl):  # type: ignore[misc]

@@ -13,11 +13,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvdsl.integrations.vllm.answer_attention import AnswerAttention, state_of
+from kvdsl.integrations.vllm.answer_attention import AnswerAttention
 from kvdsl.integrations.vllm.answer_step import Sorter
 from kvdsl.integrations.vllm.backend import OwnBackend
 from kvdsl.integrations.vllm.blocks import AnswerSpec, WindowSpec
 from kvdsl.integrations.vllm.evictions import Evictions
+from kvdsl.integrations.vllm.page import state_of
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.releases import ANSWERS
 from kvdsl.integrations.vllm.settings import Plan

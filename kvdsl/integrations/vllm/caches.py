@@ -148,7 +148,7 @@ class InRows:
         self._state.window = call.window
         self._page.adopt(self._state, self._page.spread(blocks, self._state))
         self._state.position.fill_(FREE)
-        self._rows = rows.Rows(self._backend, self._state, call.rope, self.works)
+        self._rows = rows.Rows(self._backend, self._state, self.works)
         # Now: vLLM's first prompt is its own, to warm up. Later the first request would wait for the compiler.
         self._rows.make_ready(self._requests, call)
 

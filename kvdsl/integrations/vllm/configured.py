@@ -17,7 +17,7 @@ from kvdsl.integrations.vllm.releases import ANSWERS, NAME, TEXTS
 from kvdsl.integrations.vllm.request_marks import KEY, request_marks
 from kvdsl.integrations.vllm.settings import Plan, Settings, asked, traced
 
-CPU_STEP = 32
+_CPU_STEP = 32
 """vLLM's kernels for CPUs prefer blocks of a multiple of so many tokens."""
 
 
@@ -26,35 +26,15 @@ def have_it_chosen(platform: Any) -> None:
     shown = platform.check_and_update_config
     if getattr(shown, "by_kvdsl", False):
         return
-    choose: Callable[[Any], None] = _ask_again if platform.is_cpu() else _name
+    choose: Callable[[Any], None] = _prepare if platform.is_cpu() else _name
 
     def check_and_update_config(config: Any) -> None:
         shown(config)
         choose(config)
-        if platform.is_cpu():
-            _size_blocks(config)
         _have_texts(config)
 
     check_and_update_config.by_kvdsl = True  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
-
-
-def _size_blocks(config: Any) -> None:
-    """Make blocks as small as an answer's state allows, unless the user names a size: the state has a block of its own.
-
-    What is refused is left to the layers, which say why.
-    """
-    model, cache = config.model_config, config.cache_config
-    if model is None or cache.user_specified_block_size:
-        return
-    with suppress(KvdslError):
-        plan = Plan.of(config)
-        if plan is not None and plan.settings.answers:
-            from kvdsl.integrations.vllm.page import State, page
-
-            heads, dim = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
-            found = page(plan.settings, heads, dim, model.dtype, layers=plan.layers, longest=plan.longest)
-            cache.block_size = State.beside(found).least_block(CPU_STEP, heads * 2 * dim * model.dtype.itemsize)
 
 
 def _have_texts(config: Any) -> None:
@@ -103,11 +83,26 @@ def _check(settings: Settings, request: Any) -> None:
         raise VLLMValidationError(str(error), parameter=KEY) from error
 
 
-def _ask_again(_: Any) -> None:
-    """Have vLLM look up `chosen` again for the next layers."""
+def _prepare(config: Any) -> None:
+    """Have vLLM look up `chosen` again for the next layers, and size the blocks over shared prompts."""
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     _cached_get_attn_backend.cache_clear()
+    if config.model_config is not None and not config.cache_config.user_specified_block_size:
+        with suppress(KvdslError):  # what is refused is refused by the layers, which say why
+            _size_blocks(config)
+
+
+def _size_blocks(config: Any) -> None:
+    """Make blocks as small as an answer's state allows: the state has a block of its own."""
+    plan, model = Plan.of(config), config.model_config
+    if plan is None or not plan.settings.answers:
+        return
+    from kvdsl.integrations.vllm.page import state_of
+
+    heads, dim = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    state = state_of(plan, heads, dim, model.dtype)
+    config.cache_config.block_size = state.least_block(_CPU_STEP, heads * 2 * dim * model.dtype.itemsize)
 
 
 def _name(config: Any) -> None:

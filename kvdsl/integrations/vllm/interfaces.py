@@ -16,7 +16,13 @@ _SPECS, _MANAGERS, _ATTENTION = (
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 USED: dict[str, dict[str, str]] = {
-    "vllm.config": {"get_current_vllm_config": "", "get_current_vllm_config_or_none": ""},
+    "vllm.config": {
+        "get_current_vllm_config": "",
+        "get_current_vllm_config_or_none": "",
+        "CacheConfig": "block_size user_specified_block_size",
+        "ModelConfig.get_num_kv_heads": "parallel_config",
+        "ModelConfig.get_head_size": "",
+    },
     "vllm.v1.kv_cache_spec_registry": {
         "KVCacheSpecRegistry._ensure_registered": "",
         "KVCacheSpecRegistry.register": "manager_class uniform_type_base_spec",

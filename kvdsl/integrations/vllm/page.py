@@ -13,7 +13,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.evictions import Lies
 from kvdsl.integrations.vllm.refusals import refuse_layers
-from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.integrations.vllm.settings import Plan, Settings
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import computed_in
 from kvdsl.runtime.cpu.backend import TILE
@@ -182,6 +182,11 @@ def page(
     return Page(parts, state.slots, state.column_index.ring_sizes, at)
 
 
+def state_of(plan: Plan, kv_heads: int, dim: int, dtype: torch.dtype, *, aligned: bool = False) -> State:
+    """Return the layout of an answer's state in its block. `aligned`: see `page`."""
+    return State.beside(page(plan.settings, kv_heads, dim, dtype, layers=plan.layers, longest=plan.longest, aligned=aligned))
+
+
 def _one_token_read(
     settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, layers: int, longest: int, aligned: bool
 ) -> SlotState:
@@ -202,8 +207,6 @@ def _one_token_read(
         state.extend()
     state.selects = state.spec.selects  # in some layers; all pages have one size
     copies.keep(state, 1 if aligned else TILE)  # as `runtime.gpu.rows` wants it, and as C++ does
-    if aligned:
-        copies.keep_room_for_halves(state)
     return state
 
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "prompt_blocks.hpp"
@@ -45,6 +47,11 @@ struct Found {
   int64_t stride;
 };
 
+// Query heads that are read together at most.
+constexpr int widest = 64;
+
+const int32_t* row_of(const Answers& a, int i) { return a.table + a.request[i] * a.table_stride; }
+
 // Tokens whose prompts begin with the same blocks, which are read once for all of them.
 struct Together {
   std::vector<int> tokens;
@@ -53,30 +60,28 @@ struct Together {
 
 // Returns how many tokens of whole chunks lie in the same blocks for both.
 int common_tokens(const Answers& a, int one, int other) {
-  const int32_t* const first = a.table + a.request[one] * a.table_stride;
-  const int32_t* const second = a.table + a.request[other] * a.table_stride;
-  const int64_t most = (a.prompt[one] < a.prompt[other] ? a.prompt[one] : a.prompt[other]) / a.block_size;
-  int64_t same = 0;
-  while (same < most && first[same] == second[same]) ++same;
+  const int32_t* const first = row_of(a, one);
+  const int32_t* const end = first + std::min(a.prompt[one], a.prompt[other]) / a.block_size;
+  const int64_t same = std::mismatch(first, end, row_of(a, other)).first - first;
   return static_cast<int>(same * a.block_size / chunk * chunk);
 }
 
-// Sorts tokens by their prompts' blocks. There are enough sets for all threads.
+// Sorts tokens by their prompts' whole blocks, so that those that share most are neighbours. There are enough sets for
+// all threads.
 std::vector<Together> sets_of(const Answers& a) {
-  const int heads = a.plan->kv_heads, shares = a.count * heads / (2 * (a.threads > 1 ? a.threads : 1));
-  const int widest = 64 / a.plan->group, most = shares < 1 ? 1 : shares < widest ? shares : widest < 1 ? 1 : widest;
+  const int shares = a.count * a.plan->kv_heads / (2 * std::max(a.threads, 1));
+  const std::size_t most = std::clamp(shares, 1, std::max(widest / a.plan->group, 1));
   std::vector<int> order(a.count);
-  for (int i = 0; i < a.count; ++i) order[i] = i;
-  const auto row = [&](int i) { return a.table + a.request[i] * a.table_stride; };
-  std::sort(order.begin(), order.end(), [&](int i, int j) {
-    const auto [one, other] = std::mismatch(row(i), row(i) + a.prompt[i] / a.block_size, row(j), row(j) + a.prompt[j] / a.block_size);
-    const bool ends = one == row(i) + a.prompt[i] / a.block_size, other_ends = other == row(j) + a.prompt[j] / a.block_size;
-    return ends || other_ends ? (ends && !other_ends) || (ends && other_ends && i < j) : *one < *other;
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int i, int j) {
+    const int64_t own = a.prompt[i] / a.block_size, other = a.prompt[j] / a.block_size;
+    const int found = std::memcmp(row_of(a, i), row_of(a, j), sizeof(int32_t) * std::min(own, other));
+    return found != 0 ? found < 0 : own < other;
   });
   std::vector<Together> sets;
   for (const int i : order) {
     const int same = sets.empty() ? 0 : std::min(common_tokens(a, sets.back().tokens[0], i), sets.back().common);
-    if (same > 0 && 2 * same >= sets.back().common && static_cast<int>(sets.back().tokens.size()) < most) {
+    if (same > 0 && 2 * same >= sets.back().common && sets.back().tokens.size() < most) {
       sets.back().tokens.push_back(i), sets.back().common = same;
     } else {
       sets.push_back({{i}, static_cast<int>(a.prompt[i] / chunk * chunk)});
@@ -107,7 +112,7 @@ void attend_to_prompts(const Answers& a, const Together& set, int h, Found& foun
   }
   w.reader.start(p, type, a.block_size, w.queries.data(), w.sinks.data(), static_cast<int>(w.queries.size()));
   const auto prompt_of = [&](int i) {
-    return PromptBlocks{a.blocks + h * a.head_bytes, a.table + a.request[i] * a.table_stride, a.block_bytes, a.head_bytes / 2, row_bytes, a.block_size};
+    return PromptBlocks{a.blocks + h * a.head_bytes, row_of(a, i), a.block_bytes, a.head_bytes / 2, row_bytes, a.block_size};
   };
   w.reader.read(prompt_of(set.tokens[0]), 0, set.common, 0, static_cast<int>(w.queries.size()));
   int first = 0;
@@ -122,7 +127,7 @@ void attend_to_prompts(const Answers& a, const Together& set, int h, Found& foun
 int step(const Answers& a, int i, const Found& found, Work& w) {
   const int64_t row = a.row[i], heads = int64_t{i} * a.plan->kv_heads * a.plan->group;
   const int prompt = static_cast<int>(a.prompt[i]);
-  const int32_t* const behind = a.table + a.request[i] * a.table_stride + (prompt + a.block_size - 1) / a.block_size;
+  const int32_t* const behind = row_of(a, i) + (prompt + a.block_size - 1) / a.block_size;
   char* const state = a.blocks + behind[0] * a.block_bytes;
   DecodeArgs args = *a.plan;
   args.position = reinterpret_cast<int32_t*>(state + a.position_at);

@@ -54,7 +54,6 @@ def attend(
     new_logits,  # [B, H, G] float32: receives the new token's if LOGITS
     rank,  # [R, H, N] int32: if TURNS, how many live slots hold an earlier token
     length,  # [R, H] int32: the head's number of tokens
-    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the rotated halves of the keys
     slopes,  # [H * G] float32: if BIASED, subtracted from a logit per position between token and query
     angles,  # float32: cosines and sines of rotations, see `kvdsl.runtime.angles.digits`
     beside,  # [B, H * G, E]: if BESIDE, attention to tokens that have no slots
@@ -79,7 +78,6 @@ def attend(
     SELECTS: tl.constexpr,
     DENSE: tl.constexpr,  # whether slots are contiguous and few are free or outside the window
     TURNS: tl.constexpr,
-    HALVES: tl.constexpr,
     PAIRS: tl.constexpr,  # rotated pairs of dims, from dim OFFSET on
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,  # dims that are not rotated; 0: none
@@ -153,9 +151,6 @@ def attend(
             by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=there, other=0), visible, evicted)
         if TURNS and KV == "model":
             k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
-            halves = half_keys
-            if HALVES:
-                halves += (own_pair * slots + i) * (2 * PAIRS)
             score = rotate.scores(
                 q_first,
                 q_second,
@@ -163,14 +158,12 @@ def attend(
                 k_first,
                 k_second,
                 k_other,
-                halves,
                 by,
                 angles,
                 PAIRS,
                 P_PAD,
                 R_PAD,
                 INTERLEAVED,
-                HALVES,
                 DOT,
             )
         else:

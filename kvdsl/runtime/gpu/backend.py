@@ -67,7 +67,7 @@ from kvdsl.runtime.torch.prompt import Prompt
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PROCESSORS_IN_THE_INTERPRETER = 8
 _OF_SOME = (
-    *("rank", "length", "half_keys", "table", "sketch", "sketch_keys", "prompt", "copied", "page_bounds"),
+    *("rank", "length", "table", "sketch", "sketch_keys", "prompt", "copied", "page_bounds"),
     *("columns", "numbers", "constants"),
 )
 """Arguments that are tensors of some states only."""
@@ -213,7 +213,6 @@ class TritonBackend:
             "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
             "BESIDE": lent is not None,
-            "HALVES": False, "half_keys": None,  # both halves of a key are in registers, and the second's negative is exact
         }  # fmt: skip
         if lent is not None:
             yield lent.launch(arguments, back=False)

@@ -255,11 +255,10 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         "BEFORE": False,
         "SIZE": shape.block,
         "KV": shape.kv_dtype,
-        "HALVES": False,
         "BESIDE": False,
     }
     absent = (
-        {"sinks", "slopes", "order", "half_keys", "beside", "beside_lse"}
+        {"sinks", "slopes", "order", "beside", "beside_lse"}
         | (set() if shape.some_rows else {"which"})
         | ({"rank", "length", "angles"} if rope is None else set())
     )

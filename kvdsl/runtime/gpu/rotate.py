@@ -103,27 +103,21 @@ def scores(
     k_first,  # [BLOCK, P_PAD]; these three are the keys' `parts`
     k_second,
     k_other,
-    halves,  # [BLOCK]: pointers to the stored rotated halves of the keys, if HALVES
     by,
     angles,
     PAIRS: tl.constexpr,
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Return dot(q, k) of the group's queries and a block of keys, each rotated by its shift; [G_PAD, BLOCK]."""
     k_first, k_second = k_first.to(DOT), k_second.to(DOT)
     score = tl.zeros([q_first.shape[0], by.shape[0]], tl.float32)
     if tl.max(by, 0) > 0:
-        if HALVES:
-            half_first, half_second = _pairs(halves[:, None], by > 0, PAIRS, P_PAD, INTERLEAVED)
-        else:
-            half_first, half_second = -k_second.to(tl.float32), k_first
         cos, sin = _cos_and_sin(by, angles, tl.arange(0, P_PAD)[None, :], PAIRS)
-        turned_first = k_first.to(tl.float32) * cos + half_first.to(tl.float32) * sin
-        turned_second = k_second.to(tl.float32) * cos + half_second.to(tl.float32) * sin
+        turned_first = k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin
+        turned_second = k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin
         k_first, k_second = turned_first.to(DOT), turned_second.to(DOT)
         if k_first.dtype != tl.float32:  # add the products with the rounding errors, which preserves precision
             score += _product(q_first, turned_first - k_first.to(tl.float32), DOT)

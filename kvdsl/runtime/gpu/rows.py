@@ -14,7 +14,6 @@ from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, fits, sizes_of, 
 from kvdsl.runtime.gpu.launch import on
 from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.lifetimes import plain_tensors
-from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.rows import places_of, put
@@ -34,19 +33,19 @@ class Works:
 
     def __init__(self, backend: TritonBackend, state: SlotState, shared: Shared | None) -> None:
         self._backend, self._state = backend, state
-        self._works: dict[tuple[int, Sizes], Workspace] = {}
+        self._made: dict[tuple[int, Sizes], Workspace] = {}
         """By rows of a step, rounded up to a power of two to keep them few, and by the sizes of its vectors."""
         self._shared: Shared = {} if shared is None else shared
 
     def of(self, call: AttentionCall) -> Workspace:
         """Return the workspace of a step of the state's rows."""
         kind = rows, sizes = 1 << (len(call.query) - 1).bit_length(), sizes_of(call)
-        if kind not in self._works:
+        if kind not in self._made:
             tensors = self._shared.get((rows, fits(self._state, self._backend.kernels, sizes)))
             made = workspace_of(self._state, self._backend.kernels, sizes, rows, tensors)
             self._shared[rows, made.fits] = made.tensors
-            self._works[kind] = made
-        return self._works[kind]
+            self._made[kind] = made
+        return self._made[kind]
 
 
 def of_nobody(most: int, call: AttentionCall) -> Iterator[AttentionCall]:
@@ -69,21 +68,18 @@ class Rows:
     Args:
         backend: the backend of all caches.
         state: their allocated tensors, with the most slots that a cache may need.
-        rope: the model's rotation of keys, for policies that store rotated halves.
         shared: see `Works`.
 
     Raises:
         KvdslError: if slots are not contiguous, or may grow.
     """
 
-    def __init__(
-        self, backend: TritonBackend, state: SlotState, rope: Rope | None = None, shared: Shared | None = None
-    ) -> None:
+    def __init__(self, backend: TritonBackend, state: SlotState, shared: Shared | None = None) -> None:
         if type(state.layout) is not SlotAfterSlot or state.room.grows:
             raise KvdslError(f"the slots of {state.spec.name} have no places that are known before a request is")
-        self._backend, self._state, self._rope = backend, state, rope
+        self._backend, self._state = backend, state
         copies.keep(state, 1)
-        copies.keep_halves(state, rope)
+        copies.forget_halves(state)
         if state.spec.compact:
             copies.keep_length(state)
         self._places = places_of(state)
@@ -110,8 +106,6 @@ class Rows:
             state.copied[numbers] = 0
         if state.spec.compact:
             state.length[numbers] = (state.position[numbers] >= 0).sum(-1, keepdim=True, dtype=torch.int32)
-        if state.spec.rope_cached and self._rope is not None:
-            state.half_keys[numbers] = self._rope.rotate_half(state.keys[numbers])
 
     @plain_tensors()
     def decode(self, numbers: Tensor, call: AttentionCall) -> Tensor:

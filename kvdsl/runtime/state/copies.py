@@ -57,12 +57,6 @@ def forget_halves(state: SlotState) -> None:
         state.half_keys = state.half_keys.new_empty(*state.half_keys.shape[:2], 0, 0)
 
 
-def keep_room_for_halves(state: SlotState) -> None:
-    """Allocate the rotated halves, uninitialized, if the policy caches them."""
-    if state.spec.rope_cached:
-        state.half_keys = torch.empty_like(state.keys)
-
-
 # -- lengths of heads --------------------------------------------------------------------------------------------------
 
 
