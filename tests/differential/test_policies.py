@@ -113,7 +113,7 @@ def test_the_long_run_takes_what_reads_a_file() -> None:
     """The script goes the way that a file takes; a tensor's lies beside its policy."""
     drawn = (fuzz.drawn(0, number) for number in range(100))
     policy = next(policy for policy in drawn if policy.tensors)
-    assert "torch" in fuzz.Compiled.of(policy, "0").claimed
+    assert "torch" in fuzz.Compiled.of(policy, "0", "model").claimed
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------------

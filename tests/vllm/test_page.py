@@ -172,14 +172,13 @@ def drawn(generator: torch.Generator) -> Vectors:
     return query, key, value
 
 
-@pytest.mark.parametrize("policy", ["sparcas", "quest", "equip_h2o", "equip_streaming"])
+@pytest.mark.parametrize("policy", ["sparcas", "quest"])
 def test_what_steps_of_an_accelerator_keep_has_its_place_in_a_page(policy: str) -> None:
     """Else it would be made beside the pages, for all of them, in memory that vLLM has given to them."""
     pytest.importorskip("triton", reason="steps of an accelerator are Triton's")
     from kvdsl.runtime.gpu.rows import Rows
 
-    equip = policy.startswith("equip")
-    settings = Settings(policy, (("budget", 40),) if equip else (), rope="cached" if equip else None)
+    settings = Settings(policy, ())
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST, aligned=True)
     blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
     found.adopt(state, found.spread(blocks, state))
