@@ -11,7 +11,7 @@ OPTIONS = ("storage", "rope", "kv_dtype")
 ROPES = ("fused", "cached")
 
 KV_DTYPES = ("model", "int8", "int4", "fp8")
-"""Storage types of keys and values, defined in `kvdsl.interp.rounding`."""
+"""Storage types of keys and values, defined in `kvdsl.interp.rounding`. `int8/int4` stores keys in the first, values in the second."""
 
 GROUP = 32
 """The number of values that share a scale in `int4`."""
@@ -68,20 +68,33 @@ def rounds_to(kv_dtype: str, policy: str, *, halves: bool) -> str:
     Raises:
         KvdslError: for an unknown value, or together with `rope="cached"`.
     """
-    if kv_dtype not in KV_DTYPES:
-        raise KvdslError(
-            f"`kv_dtype` is {kv_dtype!r}; use {', '.join(f'`{one}`' for one in KV_DTYPES[:-1])} or `{KV_DTYPES[-1]}`"
-        )
+    pair = dtypes_of(kv_dtype)
     if kv_dtype != "model" and halves:
         raise KvdslError(
             f"`rope` is `cached` and `kv_dtype` is `{kv_dtype}`: the rotated halves of {policy}'s keys would take more than the keys; "
             f"leave out `rope`"
         )
-    return kv_dtype
+    return "/".join(dict.fromkeys(pair))
+
+
+def dtypes_of(kv_dtype: str) -> tuple[str, str]:
+    """Return the storage types of keys and of values, such as those of `int8/int4`, or twice that of `int8`.
+
+    Raises:
+        KvdslError: for anything else. Only both can be in the model's dtype.
+    """
+    key, slash, value = kv_dtype.partition("/") if isinstance(kv_dtype, str) else ("", "", "")
+    pair = key, value if slash else key
+    if not set(pair) <= set(KV_DTYPES) or (slash and "model" in pair):
+        raise KvdslError(
+            f"`kv_dtype` is {kv_dtype!r}; use {', '.join(f'`{one}`' for one in KV_DTYPES[:-1])} or `{KV_DTYPES[-1]}`, or one for keys and "
+            f"one for values: `int8/int4`"
+        )
+    return pair
 
 
 def vector_bytes(kv_dtype: str, dims: int) -> int:
-    """Return the bytes of a key or value of so many dims in a `kv_dtype` other than `model`, including scales."""
+    """Return the bytes of a vector of so many dims in one of `KV_DTYPES` other than `model`, including scales."""
     if kv_dtype == "int4":
         return -(-dims // 2) + _SCALE_BYTES * -(-dims // GROUP)
     return dims + _SCALE_BYTES

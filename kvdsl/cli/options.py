@@ -15,7 +15,7 @@ from kvdsl.cli.completion import POLICY
 from kvdsl.errors import KvdslError
 from kvdsl.generation.text import read_text
 from kvdsl.lab import lab
-from kvdsl.memory import KV_DTYPES, OPTIONS, ROPES, slots_of_a_block
+from kvdsl.memory import OPTIONS, ROPES, dtypes_of, slots_of_a_block
 from kvdsl.models import place_of
 from kvdsl.precheck import checked_policy
 
@@ -65,6 +65,15 @@ def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     return value
 
 
+def _kv_dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            dtypes_of(value)
+        except KvdslError as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
 def memory_options(command: Any) -> Any:
     """Add the options of `kvdsl.memory`, passed to the command as `memory: dict[str, str]`, as `kvdsl.load` takes them."""
 
@@ -72,8 +81,9 @@ def memory_options(command: Any) -> Any:
                   help="Memory layout of slots: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
     @click.option("--rope", type=click.Choice(ROPES),
                   help="Compact positions: rotate keys when they are read, or cache their rotated halves [default: fused].")  # fmt: skip
-    @click.option("--kv-dtype", type=click.Choice(KV_DTYPES),
-                  help="Storage type of keys and values [default: model].")  # fmt: skip
+    @click.option("--kv-dtype", metavar="TYPE", callback=_kv_dtype,
+                  help="Storage type of keys and values: model, int8, int4, fp8, or one for keys and one for values, such as int8/int4 "
+                       "[default: model].")  # fmt: skip
     @wraps(command)
     def with_memory(**given: Any) -> Any:
         memory = {name: value for name in OPTIONS if (value := given.pop(name)) is not None}

@@ -13,7 +13,7 @@ from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import has, parts_of, walk
 from kvdsl.lower.plan import PackagePlan
-from kvdsl.memory import keeps_halves, rounds_to, slots_of_a_block, vector_bytes
+from kvdsl.memory import dtypes_of, keeps_halves, rounds_to, slots_of_a_block, vector_bytes
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import some, value_of
 
@@ -100,7 +100,7 @@ class Facts:
     def key_and_value(self) -> int:
         """Bytes of one token's key and value."""
         if self.kv_dtype != "model":
-            return 2 * vector_bytes(self.kv_dtype, self.head_dim)
+            return sum(vector_bytes(one, self.head_dim) for one in dtypes_of(self.kv_dtype))
         return 2 * self.head_dim * DTYPES[self.dtype]
 
     @property

@@ -39,7 +39,7 @@ from kvdsl.interp.head import Head
 from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
-from kvdsl.interp.rounding import rounded
+from kvdsl.interp.rounding import placed
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef
@@ -112,7 +112,7 @@ class Operations:
         Keys and values are rounded as `kv_dtype` says, and the tokens' own queries already see the rounded ones.
         """
         old = head.live
-        key, value = rounded(key, self.kv_dtype), rounded(value, self.kv_dtype)
+        key, value = placed(key, value, self.kv_dtype)
         head.append(key, value, filled(self.policy, supplied, len(key)))
         new = np.arange(old, head.live)
         scope = self.scope(head, new, head.seen - 1)

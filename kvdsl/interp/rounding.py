@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.interp.evaluate import Array
-from kvdsl.memory import GROUP
+from kvdsl.memory import GROUP, dtypes_of
 
 Single = NDArray[np.float32]
 
@@ -30,8 +30,14 @@ _SMALLEST = np.float32(2.0**-126)
 """The smallest scale: results with it stay normal numbers."""
 
 
+def placed(key: Array, value: Array, kv_dtype: str) -> tuple[Array, Array]:
+    """Return keys and values, [..., D] and [..., E], as a cache of this `kv_dtype` stores them: `int8/int4` rounds each its own way."""
+    key_dtype, value_dtype = dtypes_of(kv_dtype)
+    return rounded(key, key_dtype), rounded(value, value_dtype)
+
+
 def rounded(x: Array, kv_dtype: str) -> Array:
-    """Return vectors, [..., D], as a cache stores them; at `model` unchanged."""
+    """Return vectors, [..., D], rounded to one of `KV_DTYPES`; at `model` unchanged."""
     if kv_dtype == "model":
         return x
     with np.errstate(all="ignore"):

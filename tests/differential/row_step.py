@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvdsl.interp import Head, Layer, Step
 from kvdsl.interp.inputs import NOTHING, Supplied, of_head
-from kvdsl.interp.rounding import rounded
+from kvdsl.interp.rounding import placed
 from kvdsl.ir.nodes import Column, Expr, Policy, is_call
 from kvdsl.ir.visitors import walk
 
@@ -60,7 +60,7 @@ class RowStep:
         self.fused = fused
         self.layer, self.start, self.prompt = layer, [Start(head) for head in heads], prompt
         self.q = q
-        self.k, self.v = (rounded(x, layer.machines[0].kv_dtype) for x in (k, v))  # as they are placed
+        self.k, self.v = placed(k, v, layer.machines[0].kv_dtype)
         self.heads = heads
         self.tokens: list[tuple[list[Step], list[Indices | None]]] = []
         if prompt:

@@ -55,7 +55,7 @@ def test_how_far_numbers_are_rounded(kv_dtype: str, most: float) -> None:
         assert apart[1] < 1.1 * apart[0]
 
 
-@pytest.mark.parametrize("kv_dtype", PACKED)
+@pytest.mark.parametrize("kv_dtype", [*PACKED, "int8/int4"])
 @pytest.mark.parametrize(
     ("policy", "backend"),
     few(PAIRS, ("roco", "torch"), ("roco", "cpu"), ("streaming_llm", "cpu"), ("quest", "cpu"), ("sparcas", "cpu")),

@@ -138,7 +138,7 @@ def in_fewer_bits(policy: Policy, trace: Trace, kv_dtype: str = "any") -> tuple[
     Vectors of 40 and 64 dims have several scales in `int4`.
     """
     draw = random.Random(f"{trace.seed}-bits")
-    drawn, dims = draw.choice(KV_DTYPES[1:]), draw.choice([trace.head_dim, 32, 40, 64])
+    drawn, dims = draw.choice([*KV_DTYPES[1:], "int8/int4", "fp8/int8"]), draw.choice([trace.head_dim, 32, 40, 64])
     changed = replace(trace, kv_dtype=drawn if kv_dtype == "any" else kv_dtype, dtype=torch.float32, head_dim=dims)
     return policy.model_copy(update={"rope": "fused"}), changed
 

@@ -18,7 +18,7 @@ from tests.hf import policies, zoo
 from tests.hf.test_compile import assert_same_slots, decode, whole
 from tests.quick import few
 
-PACKED = KV_DTYPES[1:]
+PACKED = (*KV_DTYPES[1:], "int8/int4")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -163,4 +163,6 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert (said["bytes"]["key_and_value"], said["bytes"]["kv_dtype"]) == (2 * (32 + 4), "int4")
     assert all(one["ok"] for one in said["backends"])
     refused = run(capsys, "run", "roco", "--kv-dtype", "int3")
-    assert refused.code == 2 and "'int3' is not one of 'model', 'int8', 'int4', 'fp8'" in " ".join(refused.err.split())
+    assert refused.code == 2 and "`kv_dtype` is 'int3'; use `model`, `int8`, `int4` or `fp8`" in " ".join(
+        refused.err.split()
+    )

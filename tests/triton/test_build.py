@@ -119,7 +119,7 @@ def test_other_shapes_spill_next_to_nothing(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize("kv_dtype", [*KV_DTYPES[1:], "int8/int4"])
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas", "quest"])
 def test_fewer_bits_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str, kv_dtype: str) -> None:
     """Two numbers, where a query attends to a selection in `int4`."""

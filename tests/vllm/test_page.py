@@ -17,7 +17,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import EMPTY
 
-PACKED = KV_DTYPES[1:]
+PACKED = (*KV_DTYPES[1:], "int8/int4")
 HEADS, DIM = 2, 16
 LONGEST = 4096
 ROPE = Rope((10_000.0 ** -(torch.arange(0, DIM, 2) / DIM)).double(), "half")
@@ -59,7 +59,9 @@ def test_a_page_in_few_bits_is_as_large_as_the_page_of_docs_says(kv_dtype: str, 
     """Whatever the model's dtype is."""
     settings = Settings("h2o", (("budget", 256),), kv_dtype=kv_dtype)
     found = page(settings, 3, 64, dtype, layers=1, longest=LONGEST)
-    formula = 3 * 257 * (2 * {"int8": 64 + 2, "fp8": 64 + 2, "int4": 32 + 4}[kv_dtype] + 8)
+    size = {"int8": 64 + 2, "fp8": 64 + 2, "int4": 32 + 4}
+    key, _, value = kv_dtype.partition("/")
+    formula = 3 * 257 * (size[key] + size[value or key] + 8)
     assert formula <= found.bytes < formula + 1024
 
 

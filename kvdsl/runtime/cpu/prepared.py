@@ -146,9 +146,10 @@ def _set_call(args: DecodeArgs, call: AttentionCall) -> None:
 def _args_of(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
     batch, kv_heads, slots = state.position.shape
     keys, values, (key_dim, value_dim) = state.layout.key_pool, state.layout.value_pool, state.dims
+    key_dtype, value_dtype = map(KV_DTYPES.index, state.stored_as)
     args = DecodeArgs(
         batch=batch, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, slots=slots,
-        kv_dtype=KV_DTYPES.index(state.spec.kv_dtype),
+        key_dtype=key_dtype, value_dtype=value_dtype,
         **strides_of(state.numbers), layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
     )  # fmt: skip
     point(

@@ -16,8 +16,8 @@ With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.l
 
 With BESIDE, the last split attends to nothing: it takes over attention to tokens without slots; see `kvdsl.runtime.gpu.lent`.
 
-KV is the cache's `kv_dtype`; see `kvdsl.runtime.gpu.packed`. In `int4` a Hadamard matrix mixes keys and values: the kernel mixes the
-query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score NaN, so such a query
+K_AS and V_AS are the storage types of keys and values; see `kvdsl.runtime.gpu.packed`. A Hadamard matrix mixes vectors in `int4`: the
+kernel mixes the query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score NaN, so such a query
 is multiplied by plain keys instead.
 """
 
@@ -64,7 +64,8 @@ def attend(
     window,  # tokens that a query sees; 2**30: all
     SOME: tl.constexpr,
     SIZE: tl.constexpr,  # slots per block of the pool; 0: no blocks
-    KV: tl.constexpr,
+    K_AS: tl.constexpr,
+    V_AS: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -99,8 +100,8 @@ def attend(
             _take_known(beside, beside_lse, part, top, total, first_free, held, pair, split, splits, G, G_PAD, E, E_PAD)
             return
     begin = tl.load(first_rows + own_pair)
-    keys += begin * packed.row(D, KV)
-    values += begin * packed.row(E, KV)
+    keys += begin * packed.row(D, K_AS)
+    values += begin * packed.row(E, V_AS)
     if SIZE > 0:
         table = layout.table_of(table, row, slots, SIZE)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
@@ -108,11 +109,11 @@ def attend(
     now = tl.load(seen + own_row)
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
-    if KV == "int4":
-        mixed_q = packed.plain(q, D, D_PAD, KV)  # by 1 / block: mixed_q · mixed key = q · plain key
+    if K_AS == "int4":
+        mixed_q = packed.plain(q, D, D_PAD, K_AS)  # by 1 / block: mixed_q · mixed key = q · plain key
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
-        if KV == "model":
+        if K_AS == "model":
             q_first, q_second, q_other = rotate.parts(
                 query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
             )
@@ -149,7 +150,7 @@ def attend(
         at = layout.rows(i, there, table, SIZE)
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=there, other=0), visible, evicted)
-        if TURNS and KV == "model":
+        if TURNS and K_AS == "model":
             k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
             score = rotate.scores(
                 q_first,
@@ -167,14 +168,14 @@ def attend(
                 DOT,
             )
         else:
-            k = packed.load(keys, at, there, D, D_PAD, KV)
+            k = packed.load(keys, at, there, D, D_PAD, K_AS)
             meets = q
-            if KV == "int4":
+            if K_AS == "int4":
                 needs_plain = meets_plain
                 if TURNS:
                     needs_plain |= tl.max(by, 0) > 0
                 if needs_plain:
-                    k = packed.plain(k, D, D_PAD, KV)
+                    k = packed.plain(k, D, D_PAD, K_AS)
                 else:
                     meets = mixed_q
             if TURNS:
@@ -191,14 +192,14 @@ def attend(
             place = (pair * G + g[:, None]) * slots + i[None, :]
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
-        v = packed.load(values, at, there, E, E_PAD, KV)
+        v = packed.load(values, at, there, E, E_PAD, V_AS)
         if DENSE:  # invisible slots may hold NaN or inf, and 0 * NaN is NaN
             v = tl.where(visible[:, None], v, 0.0)
         acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
 
     if split == 0:  # the new token
-        now_key = packed.plain_vector(packed.rounded(now_key, D, D_PAD, KV), D, D_PAD, KV)
-        now_value = packed.rounded(now_value, E, E_PAD, KV)
+        now_key = packed.plain_vector(packed.rounded(now_key, D, D_PAD, K_AS), D, D_PAD, K_AS)
+        now_value = packed.rounded(now_value, E, E_PAD, V_AS)
         logit = _capped(tl.sum(q.to(tl.float32) * now_key.to(tl.float32)[None, :], 1) * scaling, softcap)
         logit = tl.where(attends, logit, float("-inf"))
         if LOGITS:

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
+from kvdsl.memory import dtypes_of
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import chooses_pages, interpreted
 from kvdsl.runtime.gpu.kernels import kernels_of
@@ -254,7 +255,7 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         "CAPPED": False,
         "BEFORE": False,
         "SIZE": shape.block,
-        "KV": shape.kv_dtype,
+        **dict(zip(("K_AS", "V_AS"), dtypes_of(shape.kv_dtype), strict=True)),
         "BESIDE": False,
     }
     absent = (
@@ -294,7 +295,7 @@ class _Kernel:
         return ASTSource(self.function, signature, {name: x for name, x in self.constants.items() if name in names}, aligned)
 
     def _type(self, name: str) -> str:
-        if name in ("keys", "values") and self.constants.get("KV", "model") != "model":
+        if name in ("keys", "values") and self.constants.get("K_AS", "model") != "model":
             return "*u8"
         return f"*{self.dtype}" if name in _OF_THE_MODEL else _TYPES[name]
 

@@ -1,9 +1,9 @@
-"""Device functions that load and store keys and values in the cache's `kv_dtype`.
+"""Device functions that load and store keys and values as the cache's `kv_dtype` says.
 
 `kvdsl.interp.rounding` defines the rounding; `kvdsl.runtime.state.packed` defines a row's bytes: codes, then scales of two bytes each.
 
 Legend:
-    KV: the cache's `kv_dtype`. `model`: a row is a vector in the model's dtype.
+    KV: the storage type of the vectors, keys or values. `model`: a row is a vector in the model's dtype.
     D, D_PAD: dims of a vector, and D rounded up to a power of two. n: vectors.
     S: scales of D_PAD dims.
     mixed: multiplied by the Hadamard matrix, as codes of `int4` are. plain: not multiplied. In every other `kv_dtype` both are the same.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.memory import dtypes_of
 from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
@@ -354,29 +355,36 @@ class SlotState(Linked):
     def dims(self) -> tuple[int, int]:
         """Dims of a key and of a value."""
         key, value = self.layout.key_pool.shape[-1], self.layout.value_pool.shape[-1]
-        return (dims_of(key, self.spec.kv_dtype), dims_of(value, self.spec.kv_dtype)) if self.packed else (key, value)
+        return (dims_of(key, self.stored_as[0]), dims_of(value, self.stored_as[1])) if self.packed else (key, value)
 
     @property
     def keys(self) -> Tensor:
         """[batch, kv_heads, slots, key_dim]; a copy if they are packed or not in slot order."""
-        return self.read(self.layout.keys(self.slots))
+        rows = self.layout.keys(self.slots)
+        return unpack(rows, self.stored_as[0]) if self.packed else rows
 
     @property
     def values(self) -> Tensor:
         """[batch, kv_heads, slots, value_dim]; a copy if they are packed or not in slot order."""
-        return self.read(self.layout.values(self.slots))
+        rows = self.layout.values(self.slots)
+        return unpack(rows, self.stored_as[1]) if self.packed else rows
 
-    def rows_of(self, vectors: Tensor) -> Tensor:
-        """Convert keys or values, [..., dim], to the storage format."""
-        return pack(vectors, self.spec.kv_dtype) if self.packed else vectors
+    @property
+    def stored_as(self) -> tuple[str, str]:
+        """The storage types of keys and of values, see `kvdsl.memory.KV_DTYPES`."""
+        return dtypes_of(self.spec.kv_dtype)
+
+    def rows_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert keys and values, [..., dim], to the storage format."""
+        return (pack(key, self.stored_as[0]), pack(value, self.stored_as[1])) if self.packed else (key, value)
 
     def packed_rows(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """Return both in the storage format, under the names in `PACKED`; empty if they are not packed."""
-        return dict(zip(PACKED, (self.rows_of(key), self.rows_of(value)), strict=True)) if self.packed else {}
+        return dict(zip(PACKED, self.rows_of(key, value), strict=True)) if self.packed else {}
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Convert stored rows, [..., dim], to keys or values."""
-        return unpack(rows, self.spec.kv_dtype) if self.packed else rows
+    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert stored rows, [..., dim], to keys and values."""
+        return (unpack(keys, self.stored_as[0]), unpack(values, self.stored_as[1])) if self.packed else (keys, values)
 
     @property
     def declared(self) -> dict[str, Declared]:
@@ -403,7 +411,7 @@ class SlotState(Linked):
         if not self.packed:
             return {name: getattr(self, name) for name in SLOT_DIM}
         rows = dict(zip(PACKED, (self.layout.keys(self.slots), self.layout.values(self.slots)), strict=True))
-        read = {"keys": self.read(rows["key_rows"]), "values": self.read(rows["value_rows"])}
+        read = dict(zip(("keys", "values"), self.read(*rows.values()), strict=True))
         return {name: read[name] if name in read else getattr(self, name) for name in SLOT_DIM} | rows
 
     def bytes(self) -> int:

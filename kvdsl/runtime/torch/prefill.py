@@ -232,7 +232,8 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
             column.fill_(INITIAL[rule])
     rows = state.packed_rows(call.key, call.value)
     if rows:
-        call = call._replace(key=state.read(rows["key_rows"]), value=state.read(rows["value_rows"]))
+        key, value = state.read(*rows.values())
+        call = call._replace(key=key, value=value)
     place(state, call, columns)
     position = new_position[:, None].expand(batch, heads, tokens).contiguous()
     new = {"keys": call.key, "values": call.value, "position": position, "columns": columns} | rows

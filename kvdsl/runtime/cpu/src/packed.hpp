@@ -242,7 +242,7 @@ struct Stored {
   void (*unpack)(const void* row, int n, float* to);
 };
 
-// int8, int4, fp8: index kv_dtype - 1.
+// int8, int4, fp8: index `key_dtype` or `value_dtype` - 1.
 extern const Stored stored[3];
 
 }  // namespace kvdsl

@@ -60,10 +60,10 @@ class Unit {
     for (int g = 0; g < args_.group; ++g) {
       steps_.dtype->read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
-      turn_by_hadamard(work_.query + g * work_.query_stride, args_.key_dim);
+      turn_by_hadamard(keys_as_, work_.query + g * work_.query_stride, args_.key_dim);
     }
-    in_order_ = stored_ && stored_->turned && !queries_are_finite();
-    for (int g = 0; (args_.near || stored_) && g < args_.group; ++g) {
+    in_order_ = keys_as_ && keys_as_->turned && !queries_are_finite();
+    for (int g = 0; (args_.near || keys_as_) && g < args_.group; ++g) {
       float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     end_ = end_of_held(position_, args_.slots);
@@ -158,7 +158,7 @@ class Unit {
         add_own(i, rows, sums);
         continue;
       }
-      (stored_ ? stored_->add : steps_.dtype->add)(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows),
+      (values_as_ ? values_as_->add : steps_.dtype->add)(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows),
                                                    args_.value_dim, sums, work_.out_stride);
     }
   }
@@ -186,7 +186,7 @@ class Unit {
         const float* const other = args_.beside + head * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += share * other[d];
       }
-      turn_by_hadamard(first, args_.value_dim);
+      turn_by_hadamard(values_as_, first, args_.value_dim);
       steps_.dtype->write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
     if (steps_.needs_attn) find_attn();
@@ -220,12 +220,12 @@ class Unit {
   Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
         head_(number % args.kv_heads), choice_(args, steps, work_.choice, work_.ones, number) {
-    if (args.kv_dtype) stored_ = &stored[args.kv_dtype - 1];
+    if (args.key_dtype) keys_as_ = &stored[args.key_dtype - 1], values_as_ = &stored[args.value_dtype - 1];
     if (args.copied) copied_ = args.copied[row_] != 0;
     const int64_t first = int64_t{number} * args.slots;
     if (args.keys) {  // unset at the end of a prompt, which only settles
-      keys_ = layout(args.keys, row_bytes(args.key_dim), number);
-      values_ = layout(args.values, row_bytes(args.value_dim), number);
+      keys_ = layout(args.keys, row_bytes(keys_as_, args.key_dim), number);
+      values_ = layout(args.values, row_bytes(values_as_, args.value_dim), number);
     }
     if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, size(2 * args.rope_pairs), number);
     position_ = args.position + first;
@@ -238,7 +238,7 @@ class Unit {
   int64_t size(int64_t elements) const { return elements * steps_.dtype->size; }
 
   // Size of a cached key or value.
-  int64_t row_bytes(int dim) const { return stored_ ? stored_->bytes(dim) : size(dim); }
+  int64_t row_bytes(const Stored* as, int dim) const { return as ? as->bytes(dim) : size(dim); }
 
   Layout layout(void* base, int64_t row, int number) const {
     if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * row, row};
@@ -271,9 +271,9 @@ class Unit {
     ++live_;
     const char* const k = token(args_.key, args_.key_stride, head_, t);
     const char* const v = token(args_.value, args_.value_stride, head_, t);
-    if (stored_) {
-      stored_->pack(reinterpret_cast<const float*>(k), args_.key_dim, work_.pairs, keys_.row(slot));
-      stored_->pack(reinterpret_cast<const float*>(v), args_.value_dim, work_.pairs, values_.row(slot));
+    if (keys_as_) {
+      keys_as_->pack(reinterpret_cast<const float*>(k), args_.key_dim, work_.pairs, keys_.row(slot));
+      values_as_->pack(reinterpret_cast<const float*>(v), args_.value_dim, work_.pairs, values_.row(slot));
     } else if (past_caches) {
       stream(keys_.row(slot), k, size(args_.key_dim));
       stream(values_.row(slot), v, size(args_.value_dim));
@@ -284,30 +284,30 @@ class Unit {
     if (args_.half_keys) steps_.dtype->turn_quarter(k, rope(), half_keys_.row(slot));
     for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
     if (!steps_.place) return;
-    read_new(k, keys_.row(slot), args_.key_dim, work_.plain_key);
-    read_new(v, values_.row(slot), args_.value_dim, work_.plain_value);
+    read_new(keys_as_, k, keys_.row(slot), args_.key_dim, work_.plain_key);
+    read_new(values_as_, v, values_.row(slot), args_.value_dim, work_.plain_value);
     steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
                       column_stride_, params(), constants_of(args_, head_), supplied_of(args_, row_, head_, t)});
   }
 
   // Returns a new token's vector, as stored, as floats in order.
-  void read_new(const char* given, const void* row, int n, float* plain) {
-    if (!stored_) return steps_.dtype->read(given, n, plain, work_.pairs);
-    stored_->unpack(row, n, work_.pairs);
+  void read_new(const Stored* as, const char* given, const void* row, int n, float* plain) {
+    if (!as) return steps_.dtype->read(given, n, plain, work_.pairs);
+    as->unpack(row, n, work_.pairs);
     std::memcpy(plain, work_.pairs, sizeof(float) * static_cast<std::size_t>(n));
   }
 
   // Dequantizes rows, zeros in free slots, for policies that read keys or values.
-  Layout as_floats(const Layout& rows, int dim, float* to, int64_t stride) const {
+  Layout as_floats(const Stored* as, const Layout& rows, int dim, float* to, int64_t stride) const {
     for (int i = 0; i < args_.slots; ++i) {
-      stored_->unpack(position_[i] >= 0 ? rows.row(i) : work_.zeros, dim, to + i * stride);
+      as->unpack(position_[i] >= 0 ? rows.row(i) : work_.zeros, dim, to + i * stride);
     }
     return {reinterpret_cast<char*>(to), stride * static_cast<int64_t>(sizeof(float))};
   }
 
   // Floats in order for products with rotated rows, or back.
-  void turn_by_hadamard(float* x, int n) const {
-    if (!stored_ || !stored_->turned) return;
+  static void turn_by_hadamard(const Stored* as, float* x, int n) {
+    if (!as || !as->turned) return;
     hadamard(x, n);
     const float part = 1.0f / static_cast<float>(turned_together(n));
     for (int d = 0; d < n; ++d) x[d] *= part;
@@ -347,8 +347,8 @@ class Unit {
 
   void begin_choice(int slot) {
     const Query query = query_of();
-    choice_.begin(query, stored_ ? work_.ordered : work_.query, slot, !copied_,
-                  {stored_, keys_, work_.turned_keys, work_.query_stride});
+    choice_.begin(query, keys_as_ ? work_.ordered : work_.query, slot, !copied_,
+                  {keys_as_, keys_, work_.turned_keys, work_.query_stride});
     copied_ = true;
     choosing_ = choice_.choosing();
     if (!choosing_) return;
@@ -378,7 +378,7 @@ class Unit {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
     const auto with = [&](const float* query) {
-      (stored_ ? stored_->dot : steps_.dtype->dot)(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+      (keys_as_ ? keys_as_->dot : steps_.dtype->dot)(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     };
     if (in_order_) return dot_in_order(chunk, from, rows, args_.near ? turns_of(from, rows) : Turns{});
     if (!args_.near) return with(work_.query);
@@ -395,7 +395,7 @@ class Unit {
       const int32_t* const visible = own_ + g * choice_.padded() + from;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = visible[i] ? rows.row[i] : work_.zeros;
-      (stored_ ? stored_->add : steps_.dtype->add)(work_.weights + g * work_.slot_stride + from, work_.slot_stride, 1, row, nullptr,
+      (values_as_ ? values_as_->add : steps_.dtype->add)(work_.weights + g * work_.slot_stride + from, work_.slot_stride, 1, row, nullptr,
                                                    args_.value_dim, sums + g * work_.out_stride, work_.out_stride);
     }
   }
@@ -439,9 +439,9 @@ class Unit {
     float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
     const void* row[block];
     for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
-    if (stored_) {
+    if (keys_as_) {
       for (int i = 0; i < block; ++i) {
-        stored_->unpack(rows.row[i], args_.key_dim, keys + i * stride);
+        keys_as_->unpack(rows.row[i], args_.key_dim, keys + i * stride);
         if (turns.by[i]) turn(keys + i * stride, turns.by[i], 1.0f, rope());
       }
     } else {
@@ -471,7 +471,7 @@ class Unit {
       std::memcpy(plain, ordered_query(g), sizeof(float) * static_cast<std::size_t>(args_.key_dim));
       turn(plain, by, -1.0f, rope());
       steps_.dtype->pack(plain, args_.key_dim, turned + g * work_.query_stride);
-      turn_by_hadamard(turned + g * work_.query_stride, args_.key_dim);
+      turn_by_hadamard(keys_as_, turned + g * work_.query_stride, args_.key_dim);
     }
     return turned;
   }
@@ -570,9 +570,9 @@ class Unit {
     slots.value_dim = args_.value_dim;
     slots.keys = keys_;
     slots.values = values_;
-    if (stored_ && steps_.reads_rows) {
-      slots.keys = as_floats(keys_, args_.key_dim, work_.read_keys, work_.query_stride);
-      slots.values = as_floats(values_, args_.value_dim, work_.read_values, work_.out_stride);
+    if (keys_as_ && steps_.reads_rows) {
+      slots.keys = as_floats(keys_as_, keys_, args_.key_dim, work_.read_keys, work_.query_stride);
+      slots.values = as_floats(values_as_, values_, args_.value_dim, work_.read_values, work_.out_stride);
     }
     slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
   }
@@ -610,7 +610,7 @@ class Unit {
   Workspace work_;
   int row_, head_;
   Choice choice_;
-  const Stored* stored_ = nullptr;  // null: keys and values are in the model's dtype
+  const Stored *keys_as_ = nullptr, *values_as_ = nullptr;  // null: keys and values are in the model's dtype
   Layout keys_{}, values_{}, half_keys_{};
   int32_t* position_;
   float* state_;

@@ -69,12 +69,12 @@ struct Workspace {
     inverses = arena.take<float>(args.group);
     ones = arena.take<float>(args.group);
     sums = arena.take<float>(chunks * args.group * out_stride);
-    const int turning = args.near || args.kv_dtype ? chunks : 0;
+    const int turning = args.near || args.key_dtype ? chunks : 0;
     ordered = arena.take<float>((turning ? args.group : 0) * query_stride);
     turned_query = arena.take<float>(turning * args.group * query_stride);
     turned_keys = arena.take<float>(turning * block * query_stride);
     half_key = arena.take<float>((args.half_keys ? turning : 0) * query_stride);
-    const int read = args.kv_dtype && steps.reads_rows ? args.slots : 0;
+    const int read = args.key_dtype && steps.reads_rows ? args.slots : 0;
     read_keys = arena.take<float>(read * query_stride);
     read_values = arena.take<float>(read * out_stride);
     zeros = arena.take<char>(longest * steps.dtype->size);

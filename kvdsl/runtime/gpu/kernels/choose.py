@@ -48,7 +48,7 @@ def look(
     window,  # tokens that a query sees; 2**30: all
     SOME: tl.constexpr,  # whether the step covers only some rows of the cache
     SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
-    KV: tl.constexpr,  # the cache's `kv_dtype`
+    K_AS: tl.constexpr,  # storage type of keys, see `kvdsl.runtime.gpu.packed`
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
@@ -70,7 +70,7 @@ def look(
     now = tl.load(seen + own_row)
     query += pair * G * D
     new_key += pair * D
-    keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * packed.row(D, KV)
+    keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * packed.row(D, K_AS)
     table = layout.table_of(table, own_row, slots, SIZE)
     grades += pair * (slots + 16)
     mine = pair * splits + split
@@ -84,13 +84,13 @@ def look(
             products = candidates + pair * (slots + 16)
             select.look_at_means(
                 query, new_key, keys, products, grades, first, end, size, now, oldest,
-                G, G_PAD, D, W_PAD, GROUP, DOT, BLOCK, table, SIZE, KV,
+                G, G_PAD, D, W_PAD, GROUP, DOT, BLOCK, table, SIZE, K_AS,
             )  # fmt: skip
         else:
             own_bounds, anew = page_bounds + own_pair * pages * 2 * D, tl.load(copied + own_row) == 0
             select.look_at_pages(
                 query, new_key, keys, own_bounds, grades, first, end, size, now, oldest, anew,
-                G, D, D_PAD, GROUP, BLOCK, table, SIZE, KV,
+                G, D, D_PAD, GROUP, BLOCK, table, SIZE, K_AS,
             )  # fmt: skip
         tl.store(first_free + mine, tl.where(split == 0, now, ops.INT_MAX))
         tl.store(held + mine, tl.where(split == 0, now, 0))
@@ -104,7 +104,9 @@ def look(
             dims, due = find_sketch(query, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
             tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
             if (tl.load(copied + own_row) == 0) | due:
-                select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, D_PAD, BLOCK, table, SIZE, KV)
+                select.gather_keys(
+                    keys, sketch_keys, position, first, end, dims, j, width, D, D_PAD, BLOCK, table, SIZE, K_AS
+                )
         else:
             dims = tl.where(j < D, j, -1)
         q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
@@ -119,11 +121,11 @@ def look(
             if BY == "sketch_dot":
                 k = select.sketched_keys(sketch_keys, i.to(tl.int64), inside & (i < now), pos >= 0, dims, j, width)
             else:
-                k = packed.over(keys, layout.rows(i, pos >= 0, table, SIZE), pos >= 0, dims, D, W_PAD, KV)
+                k = packed.over(keys, layout.rows(i, pos >= 0, table, SIZE), pos >= 0, dims, D, W_PAD, K_AS)
             by = select.product(q, k, g, G, GROUP, DOT)
             select.grade_slots(grades, i, inside, pos, now, window, by)
         if split == 0:
-            key = packed.over_new(new_key, dims, D, D_PAD if BY == "sketch_dot" else W_PAD, KV)
+            key = packed.over_new(new_key, dims, D, D_PAD if BY == "sketch_dot" else W_PAD, K_AS)
             select.grade_new(grades, slots, q, key, g, G, GROUP)
         tl.store(first_free + mine, tl.min(gap, 0))
         tl.store(held + mine, tl.sum(live, 0))

@@ -93,7 +93,8 @@ def settle(
     first_head,  # index in the layer of the first KV head on this device
     SOME: tl.constexpr,  # whether the step covers only some rows of the cache
     SIZE: tl.constexpr,  # slots per block of the pool; 0 without blocks
-    KV: tl.constexpr,  # the cache's `kv_dtype`
+    K_AS: tl.constexpr,  # storage type of keys, see `kvdsl.runtime.gpu.packed`
+    V_AS: tl.constexpr,  # of values
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes rounded up to powers of two
     D: tl.constexpr,
@@ -133,7 +134,7 @@ def settle(
         if tl.load(real + row) == 0:
             ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         else:
-            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, KV)
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
         return
     if tl.load(real + row) == 0:
         return
@@ -174,8 +175,8 @@ def settle(
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         at = layout.first_row(first_rows, own_pair, slots, SHARES | (SIZE > 0))
         at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
-        key = packed.place(keys, at, key, D, D_PAD, KV)
-        value = packed.place(values, at, value, E, E_PAD, KV)
+        key = packed.place(keys, at, key, D, D_PAD, K_AS)
+        value = packed.place(values, at, value, E, E_PAD, V_AS)
         tl.store(position + slot, now)
         if COMPACT:
             tl.store(rank + slot, live - 1)
@@ -185,7 +186,7 @@ def settle(
         if SKETCHES:
             if SELECTS:
                 own_key = new_key + pair * D
-                select.place_in_sketch(sketch, sketch_keys, own_key, own_pair, slot, slots, width, D, D_PAD, W_PAD, KV)
+                select.place_in_sketch(sketch, sketch_keys, own_key, own_pair, slot, slots, width, D, D_PAD, W_PAD, K_AS)
                 tl.store(copied + own_row, 1)
             else:  # a query that does not read the sketch updates it, too
                 queries = query + pair * G * D
@@ -225,7 +226,7 @@ def settle(
         lowest, where, certain = rank_slots(
             own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair,
             head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, random_key,
-            MERGES, not LAZY, G, G_PAD, SELECTS, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+            MERGES, not LAZY, G, G_PAD, SELECTS, SIZE, K_AS, V_AS, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
         )  # fmt: skip
         if MERGES:  # noqa: SIM102 (the outer condition is static)
             if leaving == 0:
@@ -246,7 +247,7 @@ def settle(
                         _, _, _ = rank_slots(
                             own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants,
                             own_row, own_pair, head, heads, logits, base, above, taken, 0, slots, slots, now, live, first, last, window,
-                            random_key, False, True, G, G_PAD, SELECTS, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+                            random_key, False, True, G, G_PAD, SELECTS, SIZE, K_AS, V_AS, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
                         )  # fmt: skip
                         tl.debug_barrier()
                     if victim < 0:
@@ -284,7 +285,8 @@ def make_room(
     first_head,
     SOME: tl.constexpr,
     SIZE: tl.constexpr,
-    KV: tl.constexpr,
+    K_AS: tl.constexpr,
+    V_AS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     E: tl.constexpr,
@@ -328,7 +330,7 @@ def make_room(
     lowest, where, _ = rank_slots(
         own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, own_row, own_pair,
         head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
-        False, True, 1, 1, False, SIZE, KV, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
+        False, True, 1, 1, False, SIZE, K_AS, V_AS, D, D_PAD, E, E_PAD, ROWS, TILE, ROW_TILE, BLOCK,
     )  # fmt: skip
     if not AGREES:
         tl.debug_barrier()

@@ -76,7 +76,8 @@ struct DecodeArgs {
   int32_t pages;
   int32_t block_size;  // slots per block, if there is a table
   int32_t blocks;      // blocks in the pool
-  int32_t kv_dtype;    // 0: model dtype; else packed rows, see src/packed.hpp, and T is float
+  int32_t key_dtype;   // 0: model dtype, of values too; else packed rows, see src/packed.hpp, and T is float
+  int32_t value_dtype;
   uint32_t seed;
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none
