@@ -182,7 +182,7 @@ class Checker:
             statics.warn_of_drops(parts.exprs, parts.words["cap"] == "hard")
             if parts.words["when"] == "both" and "layers" not in self.flat.settings:
                 statics.warn_of_selection(parts.exprs)
-            statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
+            statics.warn_of_histories([part.expr for part in parts], self.expressions.ranges.histories)
 
     def _edition(self, parts: Parts) -> int | None:
         """Return the edition of the file that first defined a budget or selection; None without either.

@@ -427,14 +427,14 @@ class Statements:
         if statement.after is not None:
             self._number("pages_after", statement.after, placed, "the beginning of `pages`")
         size, after = (self.parts.expr(name) for name in ("pages", "pages_after"))
-        self.expressions.pages = None if size is None else (size, after)
+        self.expressions.ranges.pages = None if size is None else (size, after)
 
     def _pages_of_keys(self) -> None:
         """Add the pages that ranges use, if no statement defines them."""
-        if self.expressions.pages is None or self.expressions.pages_span is None:
+        if self.expressions.ranges.pages is None or self.expressions.ranges.pages_span is None:
             return
-        span = self.expressions.pages_span
-        for name, expr, least in zip(("pages", "pages_after"), self.expressions.pages, (1, 0), strict=True):
+        span = self.expressions.ranges.pages_span
+        for name, expr, least in zip(("pages", "pages_after"), self.expressions.ranges.pages, (1, 0), strict=True):
             if expr is not None:
                 self.parts.exprs[name] = Part(expr, span)
                 self.parts.bounded.append(
