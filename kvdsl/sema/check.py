@@ -18,11 +18,12 @@ from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.names import check_stem
 from kvdsl.sema.params import Params
+from kvdsl.sema.parts import COUNTS, Fields, Parts
 from kvdsl.sema.protected import Protected
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.settings import Setting
-from kvdsl.sema.statements import COUNTS, Parts, Statements
+from kvdsl.sema.statements import Statements
 from kvdsl.sema.statics import Statics
 from kvdsl.sema.tensors import check_tensor
 from kvdsl.sema.values import Value, per_token
@@ -51,7 +52,7 @@ class Checker:
         """Return the policy's IR, or None after reports."""
         self._define()
         self.params.check()
-        parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
+        parts = Statements(self.flat, Fields(self.params, self.expressions, self._scope_at, self.sink)).check()
         inside = [number.part for number in self.expressions.bounded]
         Combinations(self.flat, parts, self.sink, self.params, self._tensors(), inside).check()
         read = self._read(parts)
