@@ -131,7 +131,7 @@ def _layer_bytes(layer: Any) -> int:
         return native_bytes(layer)
     if not state.allocated:
         return 0
-    dtype = layer.sync.model.dtype if state.packed else state.dtype
+    dtype = layer.sync.model.dtype if state.format.packed else state.dtype
     return int(state.position[..., 0].numel() * sum(state.dims) * dtype.itemsize * layer.length)
 
 

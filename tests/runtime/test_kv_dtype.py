@@ -118,4 +118,4 @@ def test_what_is_refused(folder: Path) -> None:
         kvdsl.load("streaming_llm").spec.laid_out(rope="cached", kv_dtype="int8")
     odd = spec.laid_out(kv_dtype="int4")
     with pytest.raises(KvdslError, match="packs dims in pairs, and the model's vectors have 7; give `int8`"):
-        SlotState(odd, {"budget": 4.0}).rows_of(torch.zeros(1, 1, 1, 7))
+        SlotState(odd, {"budget": 4.0}).format.rows(torch.zeros(1, 1, 1, 7))

@@ -222,7 +222,7 @@ class TritonBackend:
             if agrees:
                 yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": True}, ALONE_OPTIONS)
         if state.selects:
-            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.packed)
+            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.format.packed)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             if hasattr(self.kernels, "vote"):
                 yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)
@@ -230,7 +230,7 @@ class TritonBackend:
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        attends = arguments | dense | sizes.attend(rope, packed=state.packed)
+        attends = arguments | dense | sizes.attend(rope, packed=state.format.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if in_blocks is not None:
             yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": in_blocks.blocks}, TAKE_OPTIONS)

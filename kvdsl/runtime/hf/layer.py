@@ -201,7 +201,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self.turn_ends = []
         # Under autocast, queries and keys are float32 after the rotation. The cache keeps its own dtype.
         wanted = call.value.dtype
-        call = call.cast(self.state.dtype if self.state.allocated or self.state.packed else wanted)
+        call = call.cast(self.state.dtype if self.state.allocated or self.state.format.packed else wanted)
         if self.undo.log is None:
             out = self._serve(call)
         else:

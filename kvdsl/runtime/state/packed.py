@@ -14,8 +14,37 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.memory import GROUP
+from kvdsl.runtime.state.tensors import PACKED
 
 _SMALLEST = 2.0**-126
+
+
+class Format:
+    """How a cache stores vectors: as the model gives them, or as rows of bytes.
+
+    Attributes:
+        packed: whether they are rows of bytes. Computations with them are then in float32.
+    """
+
+    def __init__(self, kv_dtype: str) -> None:
+        self._kv_dtype = kv_dtype
+        self.packed = kv_dtype != "model"
+
+    def rows(self, vectors: Tensor) -> Tensor:
+        """Convert keys or values, [..., dim], to the storage format."""
+        return pack(vectors, self._kv_dtype) if self.packed else vectors
+
+    def rows_by_name(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Return both in the storage format, under the names in `PACKED`; empty if they are not packed."""
+        return dict(zip(PACKED, (self.rows(key), self.rows(value)), strict=True)) if self.packed else {}
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Convert stored rows, [..., dim], to keys or values."""
+        return unpack(rows, self._kv_dtype) if self.packed else rows
+
+    def dims(self, length: int) -> int:
+        """Return the dims of a vector from the length of its row."""
+        return dims_of(length, self._kv_dtype) if self.packed else length
 
 
 def pack(x: Tensor, kv_dtype: str) -> Tensor:
