@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import ends_of, quiet
 from kvdsl.generation.report import Generated
-from kvdsl.runtime.hf.cache import native_bytes
+from kvdsl.runtime.hf.layers import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
 
 _WARM_UP_TOKENS = 64
