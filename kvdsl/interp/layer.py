@@ -208,7 +208,7 @@ class Layer:
 
     def settle(self, heads: Sequence[Head], evictions: Evictions = overflow) -> list[Step]:
         """Evaluate keeps and score on the live slots, agree where heads have to, and evict."""
-        scopes = [machine.live_scope(head) for machine, head in zip(self.machines, heads, strict=True)]
+        scopes = [machine.scopes.live(head) for machine, head in zip(self.machines, heads, strict=True)]
         places = [head.position for head in heads]
         by, stands = self._protect(scopes, places)
         shields = [one > 0 for one in stands]
