@@ -97,7 +97,7 @@ class SlotState(Linked):
     rank: Tensor
     length: Tensor
     half_keys: Tensor
-    constants: Tensor
+    constants: Tensor = NOTHING
     sketch_keys: Tensor
     page_bounds: Tensor
     copied: Tensor
