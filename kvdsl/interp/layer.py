@@ -1,6 +1,6 @@
 """Heads of one or several layers that decide together: forwards and evictions.
 
-Heads that decide alone behave as in `kvdsl.interp.machine.Interpreter`.
+Heads that decide alone behave as in `kvdsl.interp.Interpreter`.
 """
 
 from __future__ import annotations
