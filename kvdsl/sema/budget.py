@@ -19,7 +19,7 @@ from kvdsl.syntax import nodes as syn
 
 
 class Budget:
-    """Checks the `budget` statements of one policy, each of which may read the one that it overrides."""
+    """Checks the `budget` statements of one policy: one may read another that it overrides."""
 
     def __init__(self, flat: FlatPolicy, fields: Fields) -> None:
         self.flat, self.fields, self.parts, self.sink = flat, fields, fields.parts, fields.sink

@@ -67,7 +67,7 @@ class Use:
 
 
 class Uses:
-    """The uses inside of which an expression stands, the outermost first. Reports name the place that uses a definition."""
+    """The uses around an expression, the outermost first. Reports name the place that uses a definition."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink

@@ -1,4 +1,4 @@
-"""Several states: those of a cache's layers, and those of a serving engine's requests, each of which has a place of its own."""
+"""Several states: those of a cache's layers, and those of a serving engine's requests, which have a place each."""
 
 from __future__ import annotations
 
