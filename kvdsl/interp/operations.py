@@ -39,7 +39,7 @@ from kvdsl.interp.rounding import rounded
 from kvdsl.interp.scopes import Scopes, with_inputs
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
-from kvdsl.ir.nodes import Expr, Fold, Policy
+from kvdsl.ir.nodes import Expr, Policy
 
 Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
 """KV heads of a layer, each with its operations and its queries, [G, D]."""
@@ -277,7 +277,7 @@ def floats(x: ArrayLike) -> Array:
 
 def _observed(body: Expr, scope: Scope) -> Array:
     """Return a query's value of a body, [n]; for a fold its next value."""
-    if not isinstance(body, Fold):
+    if body.kind != "fold":
         return evaluate_slots(body, scope)
     with np.errstate(all="ignore"):
         found: Array = np.broadcast_to(next_of(body, scope), (scope.slots, 1))[:, 0].copy()

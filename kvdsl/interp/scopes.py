@@ -86,7 +86,7 @@ class Scopes:
 
     def per_query(self, body: Expr, scope: Scope, q: Array | None, value: Callable[[Expr, Scope], Array]) -> Array:
         """Return a value of one query. If it reads q, it is evaluated per query head and reduced over the group."""
-        if not _reads_q(body.body if isinstance(body, Fold) else body):
+        if not _reads_q(body.body if body.kind == "fold" else body):
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
         return self.over_group(self._per_query_head(body, scope, q, value))

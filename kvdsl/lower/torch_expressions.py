@@ -335,7 +335,7 @@ class TensorPrinter(_TorchPrinter):
 
     def _project(self, expr: Call) -> Fragment:
         vector, matrix = expr.args
-        assert isinstance(matrix, TensorRef)
+        assert matrix.kind == "tensor"
         name = "project_group" if matrix.group else "project"
         return fragment(f'{self._view}.constants.{name}("{matrix.name}", {{}})', self.value(vector))
 

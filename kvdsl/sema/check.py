@@ -135,12 +135,7 @@ class Checker:
         read: set[str] = set()
         exprs = [part.expr for part in parts]
         while exprs:
-            found = {
-                part.name
-                for expr in exprs
-                for part in walk(expr)
-                if isinstance(part, (ir.ParamRef, ir.TensorRef, ir.GivenRef))
-            } - read
+            found = {part.name for expr in exprs for part in walk(expr) if part.kind in ("param", "tensor", "given")} - read
             read |= found
             exprs = [self.params.checked[name].ir.default for name in found if name in self.params.checked]
         return read

@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean
 from kvdsl.helps import Help, add, instead, offer
-from kvdsl.ir.nodes import Axis, Expr, Reduce
+from kvdsl.ir.nodes import Axis, Expr
 from kvdsl.ir.ops import (
     ELEMENTWISE,
     LOGICAL,
@@ -65,8 +65,6 @@ class Expressions(Forms):
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
         """Return the value of an expression, or None after a report."""
-        if isinstance(node, syn.Broken):
-            return None
         self._depth += 1
         self._steps += 1
         try:
@@ -86,10 +84,10 @@ class Expressions(Forms):
         """Return whether the source is nested too deep, not counting the prelude's own nesting."""
         return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self.uses.prelude is None)
 
-    def _dispatch(
-        self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope
-    ) -> Value | None:
+    def _dispatch(self, node: syn.Expr, scope: Scope) -> Value | None:
         match node:
+            case syn.Broken():
+                return None
             case syn.Constant():
                 return values.number(node.value)
             case syn.Name():
@@ -333,7 +331,7 @@ class Expressions(Forms):
         for part in walk(value.expr):
             if part in self.vectors:
                 self.vectors.setdefault(made, self.vectors[part])
-        if isinstance(made, Reduce) and made.argument is not None:
+        if made.kind == "reduce" and made.argument is not None:
             decay = Part(made.argument, self.uses.place(node.arguments[-1].value.span))
             self.bounded.append(Bounded(f"the decay of `{node.function.text}`", decay, 0, 1))
         return replace(value, expr=made, parts=sum(1 for _ in walk(made)), depth=depth_of(made), constant=value_of(made))
