@@ -17,7 +17,7 @@ def tokens_or_rate(value: float) -> float:
     Raises:
         ValueError: if it is neither; the message follows the budget's name.
     """
-    if isinstance(value, float) and value > 1 and not value.is_integer():
+    if value > 1 and value % 1:
         raise ValueError(f"is {value:g}, which is neither a whole number of tokens nor a ratio up to 1.0; {ALLOWED}")
     if not 0 < value < float("inf"):
         raise ValueError(f"is {value:g}; {ALLOWED}")

@@ -77,7 +77,7 @@ def package(
     Raises:
         KvdslError: if a file that the policy reads is missing, or does not match the policy.
     """
-    from kvdsl.emit.render import data_of, render
+    from kvdsl.emit import data_of, render
 
     return render(plan_of(policy), source, data_of(policy) if data is None else data, origin)
 
@@ -135,7 +135,7 @@ def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compil
 
 
 def _compiled(analysis: Analysis, text: str, source: SourceFile | Path, settings: Mapping[str, str]) -> Compiled:
-    from kvdsl.emit.render import data_of
+    from kvdsl.emit import data_of
 
     data = data_of(analysis.policy)
     files = package(analysis.policy, text, data, shipped_as(source) if isinstance(source, Path) else None)

@@ -70,17 +70,15 @@ _INPUT_LINES = re.compile(r"^([ \t]*)(?:given|tensor)(?= )", re.MULTILINE)
 # -- helps -------------------------------------------------------------------------------------------------------------
 
 
-def offer(text: str, more: str = "", *, at: Span | None = None, around: str = "{}") -> Help:
+def offer(text: str, more: str = "", *, at: Span | None = None) -> Help:
     """Make a help whose codes in backticks each replace the wrong text.
 
     Args:
         more: further text, whose codes are no edits.
         at: what the codes replace, by default the place of the finding.
-        around: a template around the replacement.
     """
     codes = [code for code in re.findall(r"`([^`]+)`", text) if "…" not in code]
-    ways = [_replacing(code, around.replace("{}", code), at) for code in codes]
-    return Help(text + more, *ways)
+    return Help(text + more, *(_replacing(code, code, at) for code in codes))
 
 
 def instead(text: str, new: str, at: Span | None = None) -> Help:
@@ -104,9 +102,9 @@ def leave_out(text: str, *places: Span) -> Help:
     return Help(text, *(_without(place) for place in places))
 
 
-def prefix(text: str, word: str, at: Span | None = None) -> Help:
+def prefix(text: str, word: str) -> Help:
     """Make a help whose edit inserts a word before the wrong text."""
-    return Help(text, lambda span: _inserted(at or span, f"{word} ", f"write `{word}` before it"))
+    return Help(text, lambda span: _inserted(span, f"{word} ", f"write `{word}` before it"))
 
 
 def begin(text: str, line: str) -> Help:

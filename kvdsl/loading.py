@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvdsl.build.cache import cache_folder
+from kvdsl.build import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError, warn
 from kvdsl.memory import OPTIONS

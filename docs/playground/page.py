@@ -81,7 +81,7 @@ def hover(text: str, line: int, character: int) -> str:
     """
     from lsprotocol.types import MarkupContent, Position
 
-    from kvdsl.lsp.document import read_document
+    from kvdsl.lsp import read_document
     from kvdsl.lsp.hover import hover as explained
 
     found = explained(read_document(f"untitled:{NAME}", text, "utf-16", {}), Position(line, character))

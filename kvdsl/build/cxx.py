@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvdsl.abi import VERSION
-from kvdsl.build.cache import announces, cache_folder
+from kvdsl.build import announces, cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 

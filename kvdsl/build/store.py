@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvdsl.build.cache import ELSEWHERE, refusal, writable
+from kvdsl.build import ELSEWHERE, refusal, writable
 from kvdsl.errors import KvdslError
 
 SEAL = "seal.json"

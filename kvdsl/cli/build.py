@@ -16,7 +16,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.memory import slots_of_a_block
 
 if TYPE_CHECKING:
-    from kvdsl.build.row import Row
+    from kvdsl.build import Row
     from kvdsl.runtime.spec import PolicySpec
 
 TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
@@ -94,8 +94,8 @@ def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dic
 
 
 def _cpu(spec: PolicySpec) -> Row:
+    from kvdsl.build import Row
     from kvdsl.build.cxx import kernel_library
-    from kvdsl.build.row import Row
 
     if not spec.cpu_source.exists():
         raise KvdslError(f"`{spec.stem}`: {spec.without('cpu')}")

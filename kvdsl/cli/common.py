@@ -109,9 +109,9 @@ def print_json(content: Mapping[str, Any], *, dtype: str | None = None, seed: in
     click.echo(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def terminal_width(most: int, least: int = 40) -> int:
-    """Return the width of standard output, from `least` to `most`; `most` without a terminal."""
-    return max(least, min(most, shutil.get_terminal_size((most, 24)).columns))
+def terminal_width(most: int) -> int:
+    """Return the width of standard output, from 40 to `most`; `most` without a terminal."""
+    return max(40, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def params_as_data(policy: Policy) -> list[dict[str, Any]]:

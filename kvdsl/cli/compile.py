@@ -117,7 +117,7 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | Sou
 
 def _compile(name: str, policy: Policy, found: Path | SourceFile, out: Path) -> Compiled:
     from kvdsl.compiler import package
-    from kvdsl.emit.render import data_of, differing, stale
+    from kvdsl.emit import data_of, differing, stale
 
     data, origin = data_of(policy), _origin(name, found, out)
     made: dict[str, str | bytes] = {**package(policy, text_of(found), data, origin), **data}
@@ -150,7 +150,7 @@ def _refuse_same_names(compiled: list[Compiled]) -> None:
 
 def _refuse_others(compiled: list[Compiled], out: Path) -> None:
     """Refuse to overwrite packages from other sources, before writing anything."""
-    from kvdsl.emit.render import is_ours, origin_of
+    from kvdsl.emit import is_ours, origin_of
 
     for one in compiled:
         folder = out / one.policy.stem
@@ -166,7 +166,7 @@ def _refuse_others(compiled: list[Compiled], out: Path) -> None:
 
 
 def _write(compiled: list[Compiled], out: Path) -> None:
-    from kvdsl.emit.render import write
+    from kvdsl.emit import write
 
     for one in compiled:
         (out / one.policy.stem).mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def _as_data(one: Compiled, out: Path) -> dict[str, object]:
 
 
 def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], check: bool) -> None:
-    from kvdsl.emit.without import without
+    from kvdsl.lower.without import without
 
     for one in compiled:
         for name in one.files:

@@ -172,7 +172,7 @@ def _reference_model() -> Iterator[Finding]:
 
 
 def _caches() -> Iterator[Finding]:
-    from kvdsl.build.cache import cache_folder
+    from kvdsl.build import cache_folder
 
     folder = cache_folder()
     problem = _unwritable(folder)

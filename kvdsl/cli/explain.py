@@ -88,8 +88,8 @@ def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
 def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:
     """Yield lines of at most `width` characters, with bold titles and some colour."""
     from kvdsl.diagnostics import printable
-    from kvdsl.emit.without import eviction_by_torch, sentence
     from kvdsl.explain.words import rows
+    from kvdsl.lower.without import eviction_by_torch, sentence
     from kvdsl.provenance import fields, prose
 
     policy = found.policy

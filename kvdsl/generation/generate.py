@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import ends_of, quiet
 from kvdsl.generation.report import Generated
-from kvdsl.runtime.hf.cache import native_bytes
+from kvdsl.runtime.hf.layers import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
 
 _WARM_UP_TOKENS = 64
@@ -131,7 +131,7 @@ def _layer_bytes(layer: Any) -> int:
         return native_bytes(layer)
     if not state.allocated:
         return 0
-    dtype = layer.sync.model.dtype if state.packed else state.dtype
+    dtype = layer.sync.model.dtype if state.format.packed else state.dtype
     return int(state.position[..., 0].numel() * sum(state.dims) * dtype.itemsize * layer.length)
 
 

@@ -1,6 +1,6 @@
 """Heads of one or several layers that decide together: forwards and evictions.
 
-Heads that decide alone behave as in `kvdsl.interp.machine.Interpreter`.
+Heads that decide alone behave as in `kvdsl.interp.Interpreter`.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Layer:
 
     def settle(self, heads: Sequence[Head], evictions: Evictions = overflow) -> list[Step]:
         """Evaluate keeps and score on the live slots, agree where heads have to, and evict."""
-        scopes = [machine.live_scope(head) for machine, head in zip(self.machines, heads, strict=True)]
+        scopes = [machine.scopes.live(head) for machine, head in zip(self.machines, heads, strict=True)]
         places = [head.position for head in heads]
         by, stands = self._protect(scopes, places)
         shields = [one > 0 for one in stands]

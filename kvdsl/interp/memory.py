@@ -197,7 +197,7 @@ class Columns:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """Return the column, or the reduction of a ring."""
-        if not isinstance(leaf, ColumnRef):
+        if leaf.kind != "column":
             raise LookupError(f"the {leaf.kind} was not made a column")
         held = self.values[leaf.name][moment.chosen]
         return per_slot(held) if leaf.op is None else self._over_ring(leaf, leaf.op, held, moment)

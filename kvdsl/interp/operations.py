@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -15,15 +15,12 @@ from kvdsl.interp.attention import (
     Call,
     at_ranks,
     attend,
-    is_visible,
-    over_group,
     rank_distances,
     selected,
     sketch_dims,
 )
 from kvdsl.interp.evaluate import (
     Array,
-    Indices,
     Mask,
     Peer,
     Scope,
@@ -32,19 +29,17 @@ from kvdsl.interp.evaluate import (
     evaluate_number,
     evaluate_slots,
     next_of,
-    number,
     per_slot,
 )
 from kvdsl.interp.head import Head
-from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled, rows_of
-from kvdsl.interp.memory import Columns, History, Moment
+from kvdsl.interp.inputs import NOTHING, Supplied, Tensors, filled
+from kvdsl.interp.memory import Columns, History
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.rounding import placed
+from kvdsl.interp.scopes import Scopes, with_inputs
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
-from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef
-from kvdsl.ir.ops import OF_QUERY_HEADS
-from kvdsl.ir.visitors import children
+from kvdsl.ir.nodes import Expr, Policy
 
 Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
 """KV heads of a layer, each with its operations and its queries, [G, D]."""
@@ -66,9 +61,9 @@ class Operations:
     kv_dtype: str = "model"
 
     @cached_property
-    def constants(self) -> dict[str, Array]:
-        """The tensors' values for this head, [1, dims or 1] each."""
-        return rows_of(self.policy, self.tensors, self.numbers.layer, self.head_index)
+    def scopes(self) -> Scopes:
+        """What expressions see."""
+        return Scopes(self.policy, self.numbers, self.call, self.head_index, self.seed, self.tensors)
 
     # -- heads -----------------------------------------------------------------------------------------------------
 
@@ -99,7 +94,7 @@ class Operations:
         values = {name: floats(x)[live] for name, x in columns.items()}
         for column in self.policy.columns if self.policy.forgets else ():
             if column.size is not None and column.name not in values:
-                values[column.name] = np.full((int(live.sum()), int(at_least_one(self._number(column.size)))), np.nan)
+                values[column.name] = np.full((int(live.sum()), int(at_least_one(self.scopes.number(column.size)))), np.nan)
         dims = None if sketch is None else np.sort(np.asarray(sketch, dtype=np.int64))
         memory = Columns(self.policy.columns, values)
         return Head(floats(key)[live], floats(value)[live], place[live], memory, seen, dims, prompt_from=seen)
@@ -115,8 +110,8 @@ class Operations:
         key, value = placed(key, value, self.kv_dtype)
         head.append(key, value, filled(self.policy, supplied, len(key)))
         new = np.arange(old, head.live)
-        scope = self.scope(head, new, head.seen - 1)
-        head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self._number)
+        scope = self.scopes.of(head, new, head.seen - 1)
+        head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self.scopes.number)
 
     def prompt(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> Attended:
         """Run several prompt tokens up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
@@ -126,7 +121,7 @@ class Operations:
         head.text = list(enumerate(q, start=first)) if self.policy.reads_text else []
         for newest, query in enumerate(q, start=first):
             found = self.attend(head, newest, query)
-            attn, logit = self.over_group(found.probs), self.over_group(found.logits)
+            attn, logit = self.scopes.over_group(found.probs), self.scopes.over_group(found.logits)
             self.observe(head, newest, attn, logit, query)
             outs.append(found.out)
         self.refresh(head, newest, query)
@@ -151,7 +146,7 @@ class Operations:
         chosen = self.select(head, newest, q, peers) if taken is None else taken
         attended = None if self.numbers.chooses else chosen
         found = self.attend(head, newest, q, attended, self.weight(head, newest, q))
-        attn, logit = self.over_group(found.probs), self.over_group(found.logits)
+        attn, logit = self.scopes.over_group(found.probs), self.scopes.over_group(found.logits)
         self.observe(head, newest, attn, logit, q)
         return Attended(found.out, attn, logit, attended, chosen if self.numbers.chooses else None)
 
@@ -185,11 +180,11 @@ class Operations:
 
     def observe(self, head: Head, newest: int, attn: Array, logit: Array, q: Array | None) -> None:
         """Record what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""
-        seen = self._seen(head, newest)
-        scope = self.scope(head, seen, newest)
-        scope = _with_inputs(scope, attn=per_slot(attn[seen]), logit=per_slot(logit[seen]))
-        moment = self._moment(head, seen, newest)
-        head.memory.observe(moment, lambda body: self._per_query(body, scope, q, _observed))
+        seen = self.scopes.seen(head, newest)
+        scope = self.scopes.of(head, seen, newest)
+        scope = with_inputs(scope, attn=per_slot(attn[seen]), logit=per_slot(logit[seen]))
+        moment = self.scopes.moment(head, seen, newest)
+        head.memory.observe(moment, lambda body: self.scopes.per_query(body, scope, q, _observed))
 
     # -- what a decode query attends to ----------------------------------------------------------------------------
 
@@ -202,8 +197,8 @@ class Operations:
     def sketches_by(self, head: Head, newest: int, q: Array) -> Array:
         """Return what the sketch ranks dims by, [D], at the query at `newest`."""
         assert self.policy.sketch is not None
-        scope = self.scope(head, self._seen(head, newest), newest)
-        return self._per_query(
+        scope = self.scopes.of(head, self.scopes.seen(head, newest), newest)
+        return self.scopes.per_query(
             self.policy.sketch.by, scope, q, lambda expr, at: np.broadcast_to(evaluate(expr, at), (1, at.dims))[0]
         )
 
@@ -218,9 +213,9 @@ class Operations:
         """
         if self.policy.select is None:
             return None
-        seen = self._seen(head, newest)
+        seen = self.scopes.seen(head, newest)
         places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
-        shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
+        shield = protected(places, self.scopes.of(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q, peers)
         count = self.selects_count(head, newest, q)
         masks = []
@@ -239,9 +234,9 @@ class Operations:
         """
         assert self.policy.select is not None
         if self.policy.select.measured is None or not self.numbers.selects:
-            return [self.numbers.select] * self._choices(q)
-        scope = self.scope(head, self._seen(head, newest), newest)
-        found = self._per_choice(
+            return [self.numbers.select] * self.scopes.choices(q)
+        scope = self.scopes.of(head, self.scopes.seen(head, newest), newest)
+        found = self.scopes.per_choice(
             self.policy.select.measured, scope, q, lambda expr, at: np.array([evaluate_number(expr, at)])
         )
         return [at_least_one(float(count)) for count in found[:, 0]]
@@ -249,102 +244,30 @@ class Operations:
     def selects_by(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Array:
         """Return what the decode query at `newest` ranks slots by, [1, n], or [G, n] under `group each`; NaN for slots it does not see."""
         assert self.policy.select is not None
-        by, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
+        by, seen = np.full((self.scopes.choices(q), head.live), np.nan), self.scopes.seen(head, newest)
         heads = tuple(machine.peer(other, newest, own) for machine, other, own in peers)
-        scope = replace(self.scope(head, seen, newest), heads=heads)
-        by[:, seen] = self._per_choice(self.policy.select.by, scope, q, evaluate_slots)
+        scope = replace(self.scopes.of(head, seen, newest), heads=heads)
+        by[:, seen] = self.scopes.per_choice(self.policy.select.by, scope, q, evaluate_slots)
         return by
 
     def weight(self, head: Head, newest: int, q: Array) -> Array | None:
         """Return how many times each slot counts for the decode query at `newest`, shaped like `selects_by`; None without weights."""
         if self.policy.select is None or self.policy.select.weight is None or not self.numbers.selects:
             return None
-        found, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
-        found[:, seen] = self._per_choice(self.policy.select.weight, self.scope(head, seen, newest), q, evaluate_slots)
+        found, seen = np.full((self.scopes.choices(q), head.live), np.nan), self.scopes.seen(head, newest)
+        found[:, seen] = self.scopes.per_choice(
+            self.policy.select.weight, self.scopes.of(head, seen, newest), q, evaluate_slots
+        )
         return found
 
     def peer(self, head: Head, newest: int, q: Array) -> Peer:
         """Return the head for expressions over the layer's heads, at the query at `newest`, q [G, D]."""
-        scope = self.scope(head, self._seen(head, newest), newest)
-        return Peer(scope, lambda expr, at: self._per_query(expr, at, q, evaluate))
-
-    # -- what expressions see --------------------------------------------------------------------------------------
-
-    def live_scope(self, head: Head) -> Scope:
-        """Return what a settle's expressions see: the live slots, after the newest token."""
-        return self.scope(head, np.arange(head.live), head.seen - 1)
-
-    def scope(self, head: Head, chosen: Indices, newest: int) -> Scope:
-        """Return what expressions see of the chosen slots when `newest` is the newest token."""
-        position = head.position[chosen]
-        moment = self._moment(head, chosen, newest)
-        inputs = {**self.numbers.inputs, "k": head.key[chosen], "v": head.value[chosen]}
-        inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
-        inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))
-        inputs["seen"], inputs["query_position"] = number(float(newest + 1)), number(float(newest))
-        inputs["scaling"] = number(self.call.scaling)
-        return Scope(
-            slots=len(chosen),
-            dims=head.key.shape[1],
-            inputs=inputs,
-            params=self.numbers.params,
-            tensors=self.constants,
-            given={name: per_slot(values[chosen]) for name, values in head.given.items()},
-            recall=lambda leaf: head.memory.recall(leaf, moment),
-            random=lambda: per_slot(uniform(self.seed, self.numbers.layer, self.head_index, position, newest)),
-            page=self.numbers.page,
-            page_after=self.numbers.page_after,
-            sketch=head.sketch,
-            rope=self.call.rope,
-            text=head.text,
-            group=head.group,
-            over_group=self.over_group,
-        )
-
-    def over_group(self, x: Array) -> Array:
-        """Reduce over the group's query heads, [G, ...] to [...]."""
-        with np.errstate(all="ignore"):
-            return over_group(x, self.policy.group)
+        scope = self.scopes.of(head, self.scopes.seen(head, newest), newest)
+        return Peer(scope, lambda expr, at: self.scopes.per_query(expr, at, q, evaluate))
 
     def prune(self, head: Head, scope: Scope) -> None:
         """Update folds over prunes, in a settle that evicts."""
         head.memory.prune(lambda expr: evaluate_slots(expr, scope))
-
-    def _seen(self, head: Head, newest: int) -> Indices:
-        return np.flatnonzero(is_visible(head.position, newest, self.call.window))
-
-    def _moment(self, head: Head, chosen: Indices, observed: int) -> Moment:
-        since = head.prompt_from if self.policy.remembers_prompts else 0
-        return Moment(chosen, head.position[chosen], observed, self.call.window, self._number, since)
-
-    def _number(self, expr: Expr) -> float:
-        return self.numbers.value(expr)
-
-    def _per_query(self, body: Expr, scope: Scope, q: Array | None, value: Callable[[Expr, Scope], Array]) -> Array:
-        """Return a value of one query. If it reads q, it is evaluated per query head and reduced over the group."""
-        if not _reads_q(body.body if isinstance(body, Fold) else body):
-            return value(body, scope)
-        assert q is not None, "the policy reads q, which was not given"
-        return self.over_group(self._per_query_head(body, scope, q, value))
-
-    def _per_choice(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
-        """Return the value of a selection's expression, [1, ...], or per query head under `group each`, [G, ...]."""
-        if self.policy.group == "each":
-            return self._per_query_head(body, scope, q, value)
-        return self._per_query(body, scope, q, value)[None]
-
-    def _choices(self, q: Array) -> int:
-        """Return the number of selections of a query of the group, [G, D]."""
-        return len(q) if self.policy.group == "each" else 1
-
-    def _per_query_head(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
-        """Return the value for each query head, [G, ...]."""
-        first = self.head_index * len(q)
-        heads = [
-            replace(_with_inputs(scope, q=vector[None], query_head=number(first + index)), query_head=index)
-            for index, vector in enumerate(q)
-        ]
-        return np.stack([value(body, head) for head in heads])
 
 
 def floats(x: ArrayLike) -> Array:
@@ -354,48 +277,8 @@ def floats(x: ArrayLike) -> Array:
 
 def _observed(body: Expr, scope: Scope) -> Array:
     """Return a query's value of a body, [n]; for a fold its next value."""
-    if not isinstance(body, Fold):
+    if body.kind != "fold":
         return evaluate_slots(body, scope)
     with np.errstate(all="ignore"):
         found: Array = np.broadcast_to(next_of(body, scope), (scope.slots, 1))[:, 0].copy()
     return found
-
-
-def _reads_q(expr: Expr) -> bool:
-    """Return whether a value differs between query heads. Folds and reductions over queries or KV heads inside it do not."""
-    match expr:
-        case Fold() | Reduce(axis=Axis.QUERY | Axis.HEAD):
-            return False
-        case Input(name=name) if name in OF_QUERY_HEADS:
-            return True
-        case TensorRef(group=True):
-            return True
-    return any(map(_reads_q, children(expr)))
-
-
-def _with_inputs(scope: Scope, **more: Array) -> Scope:
-    return replace(scope, inputs={**scope.inputs, **more})
-
-
-_WORD = 0xFFFFFFFF
-
-
-def uniform(seed: int, layer: int, head: int, position: Indices, step: int) -> Array:
-    """Return one number in [0, 1) per slot, [n], with 24 random bits; `step` is the newest position."""
-    return np.array([_one(seed, (layer, head, int(slot), step)) for slot in position], dtype=np.float64)
-
-
-def _one(seed: int, words: tuple[int, ...]) -> float:
-    state = seed & _WORD
-    for word in words:
-        state = _mix(state ^ (word * 0x9E3779B9 & _WORD))
-    return (state >> 8) * 2.0**-24
-
-
-def _mix(x: int) -> int:
-    """MurmurHash3's 32-bit finalizer."""
-    x ^= x >> 16
-    x = x * 0x85EBCA6B & _WORD
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & _WORD
-    return x ^ x >> 16

@@ -21,12 +21,10 @@ class Text:
     """One row's heads of one layer, through prompts and the tokens decoded after each.
 
     A forward of several tokens is a prompt, and so is the first one; any other single token is decoded. Every prompt evaluates the
-    policy's numbers again, with `prompt` as the row's tokens so far: earlier prompts, decoded tokens and the new ones. If more are known
-    to come, `expected` counts them.
+    policy's numbers again, with `prompt` as the row's tokens so far: earlier prompts, decoded tokens and the new ones.
 
     Args:
         given: the policy's params by name.
-        expected: the least value of `prompt`.
         more: arguments of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`, `kv_dtype`.
 
     Attributes:
@@ -44,11 +42,9 @@ class Text:
         *,
         key_dim: int = 0,
         value_dim: int = 0,
-        expected: float = 0,
         **more: Any,
     ) -> None:
         self.policy, self._given, self._where, self._more = policy, given, (layer, layers), more
-        self._expected = expected
         self.numbers: Numbers | None = None
         self.turns = 0
         self._layer = self._with_prompt(0)
@@ -94,9 +90,7 @@ class Text:
     def _with_prompt(self, prompt: int) -> Layer:
         shape = {name: self._more[name] for name in ("head_offset", "tensors") if name in self._more}
         heads = self._more.get("heads", 1)
-        numbers = resolve_heads(
-            self.policy, self._given, prompt, *self._where, expected=self._expected, turns=self.turns, heads=heads, **shape
-        )
+        numbers = resolve_heads(self.policy, self._given, prompt, *self._where, turns=self.turns, heads=heads, **shape)
         return Layer(self.policy, [numbers], **self._more)
 
     def _histories(self, numbers: Numbers) -> list[float]:

@@ -236,8 +236,7 @@ class ColumnRef(Expression):
     argument: Expr | None = None
 
 
-EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Call, Reduce, Rank, Other, Fold, ColumnRef)
-_KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
+_KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in Expression.__subclasses__()}
 
 
 PREVIOUS = Input(name="prev")
@@ -246,6 +245,11 @@ PREVIOUS = Input(name="prev")
 def call(op: str, *args: Expr) -> Call:
     """Return an operation on these operands."""
     return Call(op=op, args=args)
+
+
+def is_expression(value: object) -> TypeGuard[Expr]:
+    """Return whether a value is an expression."""
+    return isinstance(value, Expression)
 
 
 def is_call(expr: Expr | None, *ops: str) -> TypeGuard[Call]:

@@ -360,11 +360,6 @@ PLAIN_REDUCTIONS = tuple(row.name for row in REDUCTIONS.values() if not row.argu
 """The reductions of one value without a second argument."""
 
 
-def reducing(over: str) -> tuple[str, ...]:
-    """Return the plain reductions over one of `RANGES`."""
-    return tuple(name for name in PLAIN_REDUCTIONS if over in REDUCTIONS[name].over)
-
-
 @dataclass(frozen=True)
 class RuleRow:
     """How a state column is updated; see `kvdsl.ir.nodes.Column`.

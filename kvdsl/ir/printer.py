@@ -15,7 +15,6 @@ from kvdsl.ir.nodes import (
     Expr,
     Fold,
     Given,
-    GivenRef,
     Input,
     Keep,
     LayerRange,
@@ -76,7 +75,7 @@ def _number(expr: Number) -> tuple[str, Strength]:
 
 def _call(expr: Call) -> tuple[str, Strength]:
     row = OPERATORS.get(expr.op)
-    if expr.op == "!=" and isinstance(expr.args[0], GivenRef) and expr.args[0].marked:
+    if expr.op == "!=" and expr.args[0].kind == "given" and expr.args[0].marked:
         return _atom(expr.args[0].name)
     if row is not None:
         left, right = (_text(arg, at_least) for arg, at_least in zip(expr.args, row.sides, strict=True))

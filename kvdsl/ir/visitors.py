@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any, TypeVar
 
-from kvdsl.ir.nodes import EXPRESSIONS, Axis, Call, Expr, Input, Node, Other, Policy, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Node, Other, Policy, Reduce, TensorRef, is_expression
 from kvdsl.ir.nodes import children as children
 from kvdsl.ir.nodes import has as has
 from kvdsl.ir.nodes import parts_of as parts_of
@@ -105,12 +105,15 @@ def mapped(node: _Inside, change: Callable[[Expr], Expr]) -> _Inside:
 
 
 def _mapped(value: object, change: Callable[[Expr], Expr]) -> object:
-    if isinstance(value, tuple):
-        parts = tuple(_mapped(part, change) for part in value)
-        return value if all(map(is_, parts, value)) else parts
-    if isinstance(value, EXPRESSIONS):
+    if is_expression(value):
         return change(value)
-    return mapped(value, change) if isinstance(value, Node) else value
+    match value:
+        case tuple():
+            parts = tuple(_mapped(part, change) for part in value)
+            return value if all(map(is_, parts, value)) else parts
+        case Node():
+            return mapped(value, change)
+    return value
 
 
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
@@ -136,13 +139,16 @@ def expressions(policy: Policy) -> Iterator[Expr]:
 
 def everywhere(part: object) -> Iterator[Expr]:
     """Yield every expression of a policy or a part of it, including defaults, counts and ranges."""
-    if isinstance(part, EXPRESSIONS):
+    if is_expression(part):
         yield part
-    elif isinstance(part, (Node, tuple)):
-        for one in part:
-            yield from everywhere(
-                one[1] if isinstance(part, Node) else one
-            )  # a node iterates over its fields as (name, value)
+        return
+    match part:
+        case Node():
+            for _, value in part:
+                yield from everywhere(value)
+        case tuple():
+            for value in part:
+                yield from everywhere(value)
 
 
 def with_policy(policy: Policy, **changes: object) -> Policy:

@@ -461,7 +461,7 @@ def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
         assert keep.by is not None
         return fragment("head.protect_where({});", function_of(printer.truth(keep.by), SLOT))
     assert keep.count is not None
-    if isinstance(keep.count, Number):
+    if keep.count.kind == "number":
         count = Fragment(str(whole(keep.count.value)))
     else:
         count = fragment("kvdsl::count({})", CountPrinter()(keep.count))

@@ -76,11 +76,7 @@ def of_slot_and_other(expr: Reduce) -> tuple[Expr, Other] | None:
     if expr.op != "sum" or not is_call(body, "*"):
         return None
     for left, right in (body.args, body.args[::-1]):
-        if (
-            axes_of(left) == {Axis.SLOT, Axis.DIM}
-            and isinstance(right, Other)
-            and axes_of(right.body) == {Axis.SLOT, Axis.DIM}
-        ):
+        if axes_of(left) == {Axis.SLOT, Axis.DIM} and right.kind == "other" and axes_of(right.body) == {Axis.SLOT, Axis.DIM}:
             return left, right
     return None
 

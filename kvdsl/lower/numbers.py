@@ -94,7 +94,7 @@ def _numbers_of(policy: Policy) -> Iterator[Expr]:
 
 
 def _param(param: Param, params: Collection[str]) -> ParamPlan:
-    constant, given = isinstance(param.default, Number), param.name
+    constant, given = param.default.kind == "number", param.name
     if constant and param.name == "budget" and offers_ratio(params):
         constant, given = False, f"{_RESOLVE(param.default).text} if budget is None and ratio is None else budget"
     ratio = "; 0.25 is a ratio of the prompt, 1.0 all of it" if param.name == "budget" else ""
@@ -215,7 +215,7 @@ def _given(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragment:
 def _decays(policy: Policy) -> Iterator[Fragment]:
     """Check computed decays, which lie between 0 and 1."""
     for decay in dict.fromkeys(column.decay for column in policy.columns if column.decay is not None):
-        if not isinstance(decay, Number | ParamRef):
+        if decay.kind not in ("number", "param"):
             yield fragment("given.check_decay({})", _RESOLVE(decay))
 
 

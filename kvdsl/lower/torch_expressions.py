@@ -335,7 +335,7 @@ class TensorPrinter(_TorchPrinter):
 
     def _project(self, expr: Call) -> Fragment:
         vector, matrix = expr.args
-        assert isinstance(matrix, TensorRef)
+        assert matrix.kind == "tensor"
         name = "project_group" if matrix.group else "project"
         return fragment(f'{self._view}.constants.{name}("{matrix.name}", {{}})', self.value(vector))
 
@@ -410,10 +410,8 @@ class _PairPrinter(TensorPrinter):
         compares_vectors: whether there is a value for every slot, other slot and dim.
     """
 
-    def __init__(
-        self, view: str, *, grouped: bool = False, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})
-    ) -> None:
-        super().__init__(view, grouped=grouped, dims=dims, names=names)
+    def __init__(self, view: str, *, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})) -> None:
+        super().__init__(view, dims=dims, names=names)
         self.own: list[Fragment] = []
         self.others: list[Fragment] = []
         self.compares_vectors = dims

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from kvdsl.ir.nodes import Column, ColumnRef, Expr, Number
+from kvdsl.ir.nodes import Column, ColumnRef, Expr
 from kvdsl.ir.visitors import mapped, reads
 from kvdsl.lower.expression import (
     Fragment,
@@ -557,7 +557,7 @@ def _most(counts: list[Expr]) -> Fragment:
 
 
 def _count(count: Expr) -> Fragment:
-    if isinstance(count, Number):
+    if count.kind == "number":
         return Fragment(str(whole(count.value)))
     return fragment("ops.count({})", CountPrinter()(count))
 

@@ -29,8 +29,8 @@ ARGUMENTS = {
         "own_numbers, own_columns, column_stride, position, work, kept, keys, values, first_rows, table, constants, "
         "own_row, own_pair, head, heads, logits, base, above, taken, begin, end, slots, now, live, first, last, window, "
         "random_key, OBSERVES: tl.constexpr, STORES: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, "
-        "SELECTS: tl.constexpr, SIZE: tl.constexpr, K_AS: tl.constexpr, V_AS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, "
-        "E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr"
+        "SELECTS: tl.constexpr, SIZE: tl.constexpr, K_AS: tl.constexpr, V_AS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, "
+        "E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, BLOCK: tl.constexpr"
     ),
     "page_size": "numbers, own_row, own_pair",
     "selected": "own_numbers",

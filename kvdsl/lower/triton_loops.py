@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Reduce, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Reduce, is_call
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.visitors import axes_of
 from kvdsl.lower.expression import (
@@ -127,7 +127,7 @@ def hoisted_loops(
         if is_call(expr, *POOLS):
             assert rows is not None, "only a score pools"
             return [_pool(step, expr, name, names, rows)]
-        if not isinstance(expr, Reduce):
+        if expr.kind != "reduce":
             raise NotLowerable(missing(expr))
         if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
             raise NotLowerable(OF_VECTORS)
@@ -179,7 +179,7 @@ def _pool(step: Step, expr: Call, name: str, names: dict[Expr, str], rows: dict[
     first = len(rows)
     rows |= {of: first + n for n, of in enumerate((name, f"places_of_{name}", f"order_of_{name}"))}
     at, places, order = (f"work + {first + n} * slots" for n in range(3))
-    if isinstance(places_wide, Number):
+    if places_wide.kind == "number":
         size = Fragment(str(max(1, whole(places_wide.value))))
     else:
         size = fragment("ops.count(ops.at_least_one({}))", CountPrinter().value(places_wide))

@@ -8,7 +8,7 @@ from typing import TypeVar
 from lsprotocol import types as lsp
 
 from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry
 from kvdsl.reference import (

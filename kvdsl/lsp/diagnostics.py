@@ -11,7 +11,7 @@ from lsprotocol import types as lsp
 
 from kvdsl.codes import CODES
 from kvdsl.diagnostics import Diagnostic, Sink, mends
-from kvdsl.lsp.document import Document, read_document
+from kvdsl.lsp import Document, read_document
 from kvdsl.sema.modules import NO_TEXTS
 from kvdsl.syntax.formatter import format_source
 

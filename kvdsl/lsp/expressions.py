@@ -9,7 +9,7 @@ from kvdsl.diagnostics import Sink
 from kvdsl.explain.facts import State, state_of
 from kvdsl.ir.nodes import Axis, Number
 from kvdsl.ir.nodes import Policy as Checked
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.passes.fold import value_of
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.scope import Bound, Definition, Scope

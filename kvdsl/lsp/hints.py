@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lsprotocol import types as lsp
 
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.lsp.expressions import Placed, axes_in_words, statements, value
 from kvdsl.syntax import nodes as syn
 

@@ -10,7 +10,7 @@ from lsprotocol import types as lsp
 from kvdsl.explain.words import meaning as column_meaning
 from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES, REDUCTIONS
 from kvdsl.ir.printer import print_number
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.lsp.expressions import Placed, axes_in_words, expression_at, number, state, value
 from kvdsl.lsp.names import Name
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, form, meaning, written

@@ -11,7 +11,7 @@ from lsprotocol import types as lsp
 from kvdsl.errors import KvdslError
 from kvdsl.files import resource
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
-from kvdsl.lsp.document import Document, read_document
+from kvdsl.lsp import Document, read_document
 from kvdsl.lsp.names import Name, same_place
 from kvdsl.sema.modules import NO_TEXTS
 from kvdsl.sema.names import problem

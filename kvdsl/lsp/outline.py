@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lsprotocol import types as lsp
 
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 

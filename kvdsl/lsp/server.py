@@ -12,10 +12,9 @@ from pygls.exceptions import JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 
 from kvdsl.abi import VERSION
-from kvdsl.lsp import navigation
+from kvdsl.lsp import Document, navigation, path_of
 from kvdsl.lsp.completion import completion
 from kvdsl.lsp.diagnostics import diagnostics, fixes, formatting
-from kvdsl.lsp.document import Document, path_of
 from kvdsl.lsp.hints import COMMANDS, inlay_hints, lenses
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.outline import foldings, symbols

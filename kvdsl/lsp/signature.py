@@ -6,7 +6,7 @@ from lark import Token
 from lsprotocol import types as lsp
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.reference import meaning, parameters
 from kvdsl.syntax import nodes as syn
 

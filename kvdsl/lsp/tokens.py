@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lark import Token
 from lsprotocol import types as lsp
 
-from kvdsl.lsp.document import Document
+from kvdsl.lsp import Document
 from kvdsl.lsp.names import Name
 from kvdsl.syntax.parser import keywords
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvdsl.lsp.document import Document, path_of, read_document, uri_of
+from kvdsl.lsp import Document, path_of, read_document, uri_of
 
 _MOST_FILES = 500
 _SKIPPED = {"node_modules", "__pycache__", "site-packages", "generated"}

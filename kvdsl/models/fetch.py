@@ -19,8 +19,8 @@ from pathlib import Path
 from kvdsl.build.lock import sweep
 from kvdsl.build.store import digest_of, entry
 from kvdsl.errors import KvdslError
+from kvdsl.models import ELSEWHERE, data_folder, here, place
 from kvdsl.models.catalogue import NamedModel, Part
-from kvdsl.models.place import ELSEWHERE, data_folder, here, place
 
 Converter = Callable[[Path, Path], None]
 """Converts a GGUF file (the first path) into a transformers folder (the second, an existing empty folder)."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.errors import KvdslError
-from kvdsl.models.place import ELSEWHERE
+from kvdsl.models import ELSEWHERE
 
 
 def check_can_convert() -> None:

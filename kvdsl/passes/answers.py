@@ -194,7 +194,7 @@ def _check_prompt_is_lowest(keep: Keep, where: str) -> None:
     if is_call(by, "where") and (side := _of_the_prompt(by.args[0])) is not None:
         lowest, others = by.args[1:] if side else by.args[:0:-1]
         bound = least(others)
-        if isinstance(lowest, Number) and bound is not None and bound >= lowest.value:
+        if lowest.kind == "number" and bound is not None and bound >= lowest.value:
             return
     raise NotByItselfError(
         f"{where} may protect prompt tokens instead of others",

@@ -48,7 +48,7 @@ def page_of_key(key: Expr) -> Pages | None:
 
 def _whole(count: Expr, least: int) -> Expr | None:
     """Return the number inside a count that is rounded down and at least `least`, as page sizes are; None for other counts."""
-    if isinstance(count, Number):
+    if count.kind == "number":
         return count if count.value == math.floor(count.value) and count.value >= least else None
     if least and is_call(count, "max") and count.args[1:] == (ONE,):
         return _whole(count.args[0], 0)
@@ -327,7 +327,7 @@ def in_parts(node: Part, knows: Callable[[Reduce], bool]) -> Part:
 def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:
 
     def rule(node: Expr) -> Expr | None:
-        if not isinstance(node, Reduce) or knows(node):
+        if node.kind != "reduce" or knows(node):
             return None
         formula = REDUCTIONS[node.op].parts
         if formula is None or node.last is not None or node.within == "next":  # the mean inside would be of another page

@@ -90,9 +90,11 @@ class Marks(Linked):
 
     def mark_cached(self, state: SlotState) -> None:
         """Update the span columns of a layer's cached tokens."""
-        columns = state.column_index.single(state.columns)
-        for name, column in state.spec.spans:
-            columns[column].copy_(self.of_tokens(name, state.position))
+        if state.allocated and state.spec.spans:
+            columns = state.column_index.single(state.columns)
+            with plain_tensors():
+                for name, column in state.spec.spans:
+                    columns[column].copy_(self.of_tokens(name, state.position))
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         """Return a span's table, int32 [ranges, 3]; unused rows are empty ranges."""

@@ -27,6 +27,10 @@ class Constants:
 
     values: Mapping[str, Tensor]
 
+    def of_heads(self, heads: slice) -> Constants:
+        """Return the tensors for some of these KV heads."""
+        return Constants({name: rows[heads] for name, rows in self.values.items()})
+
     def scalar(self, name: str) -> Tensor:
         """Return a tensor without dims, [1, kv_heads, 1, 1]."""
         return self.values[name][None, :, :1, None]
@@ -110,15 +114,6 @@ class Tensors:
         """The number of query heads with rows of their own, per tensor; 1 if they share them."""
         return [_values(self, name).shape[2] for name in self.names]
 
-    def by_name(self, rows: Tensor) -> dict[str, Tensor]:
-        """Split `rows` into tensors by name, [heads, (group,) (rank,) dims] each."""
-        found = {}
-        for (name, axes, _), part, group in zip(self.tensors, rows.split(self.ranks), self.groups, strict=True):
-            own = part.unflatten(0, (group, -1)).movedim(2, 0)
-            own = own if "rank" in axes else own[:, :, 0]
-            found[name] = own if "group" in axes else own[:, 0]
-        return found
-
     def numbers(self, layer: int, heads: slice) -> dict[str, Tensor]:
         """Return the tensors without dims for some KV heads of a layer, by name: float64 [heads], or [1] if all share the number."""
         found = {}
@@ -127,6 +122,18 @@ class Tensors:
                 values = _values(self, name)[layer if "layers" in axes else 0, :, 0, 0, 0].double()
                 found[name] = values[heads] if "heads" in axes else values
         return found
+
+
+def constants_of(tensors: Tensors | None, rows: Tensor) -> Constants:
+    """Split `rows` into a policy's tensors."""
+    if tensors is None:
+        return NO_CONSTANTS
+    found = {}
+    for (name, axes, _), part, group in zip(tensors.tensors, rows.split(tensors.ranks), tensors.groups, strict=True):
+        own = part.unflatten(0, (group, -1)).movedim(2, 0)
+        own = own if "rank" in axes else own[:, :, 0]
+        found[name] = own if "group" in axes else own[:, 0]
+    return Constants(found)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdsl.emit.render import stored_of
+from kvdsl.emit import stored_of
 from kvdsl.errors import KvdslError
 from kvdsl.interp.evaluate import Array, floored
 from kvdsl.interp.inputs import values

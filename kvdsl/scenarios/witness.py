@@ -73,7 +73,7 @@ class Search:
     why_not: str = ""
 
 
-def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str] = NOTHING_SET) -> Search:
+def find_witness(a: Variant, b: Variant, fixed: Mapping[str, str] = NOTHING_SET) -> Search:
     """Search for the first text, from small to large, that tells two policies apart.
 
     Not for policies that read tensors of files, which have a model's sizes, or whose layers share a budget.
@@ -86,7 +86,7 @@ def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str]
         return Search(None, 0, "tensors of files have a model's sizes, not those of small texts")
     if any(policy.across_layers is not None for policy in whole):
         return Search(None, 0, "layers that share a budget need several layers, and a test has one")
-    form, random, tried = Form(whole), np.random.default_rng(seed), 0
+    form, random, tried = Form(whole), np.random.default_rng(0), 0
     for size, tried_out in _choices(whole, fixed):
         settings = tried_out | {name: value.removeprefix("+") for name, value in fixed.items()}
         policies = a(settings), b(settings)

@@ -74,9 +74,9 @@ EXAMPLES = {
 """An example call of each built-in function, for help texts."""
 
 
-def example(function: str, more: str = "", *, at: Span | None = None) -> str:
+def example(function: str, more: str = "") -> str:
     """Return a help with an example call of a built-in function."""
-    return offer(f"for example `{EXAMPLES[function]}`", more, at=at)
+    return offer(f"for example `{EXAMPLES[function]}`", more)
 
 
 def how_to_call(node: syn.Call) -> str:

@@ -18,11 +18,12 @@ from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.names import check_stem
 from kvdsl.sema.params import Params
+from kvdsl.sema.parts import COUNTS, Fields, Parts
 from kvdsl.sema.protected import Protected
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.settings import Setting
-from kvdsl.sema.statements import COUNTS, Parts, Statements
+from kvdsl.sema.statements import Statements
 from kvdsl.sema.statics import Statics
 from kvdsl.sema.tensors import check_tensor
 from kvdsl.sema.values import Value, per_token
@@ -51,7 +52,7 @@ class Checker:
         """Return the policy's IR, or None after reports."""
         self._define()
         self.params.check()
-        parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
+        parts = Statements(self.flat, Fields(self.params, self.expressions, self._scope_at, self.sink)).check()
         inside = [number.part for number in self.expressions.bounded]
         Combinations(self.flat, parts, self.sink, self.params, self._tensors(), inside).check()
         read = self._read(parts)
@@ -134,12 +135,7 @@ class Checker:
         read: set[str] = set()
         exprs = [part.expr for part in parts]
         while exprs:
-            found = {
-                part.name
-                for expr in exprs
-                for part in walk(expr)
-                if isinstance(part, (ir.ParamRef, ir.TensorRef, ir.GivenRef))
-            } - read
+            found = {part.name for expr in exprs for part in walk(expr) if part.kind in ("param", "tensor", "given")} - read
             read |= found
             exprs = [self.params.checked[name].ir.default for name in found if name in self.params.checked]
         return read
@@ -182,7 +178,7 @@ class Checker:
             statics.warn_of_drops(parts.exprs, parts.words["cap"] == "hard")
             if parts.words["when"] == "both" and "layers" not in self.flat.settings:
                 statics.warn_of_selection(parts.exprs)
-            statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
+            statics.warn_of_histories([part.expr for part in parts], self.expressions.ranges.histories)
 
     def _edition(self, parts: Parts) -> int | None:
         """Return the edition of the file that first defined a budget or selection; None without either.

@@ -25,8 +25,8 @@ from kvdsl.sema.needs import (
     reads_text,
 )
 from kvdsl.sema.params import Params
+from kvdsl.sema.parts import COUNTS, PER_HEAD, Parts
 from kvdsl.sema.resolve import FlatPolicy
-from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
 from kvdsl.sema.statics import Part
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn

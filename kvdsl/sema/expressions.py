@@ -6,18 +6,13 @@ captures one of the body. An expression with an error has the value None, which 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvdsl import codes
-from kvdsl.codes import Code
-from kvdsl.diagnostics import Label, Sink, did_you_mean
+from kvdsl.diagnostics import Sink, did_you_mean
 from kvdsl.helps import Help, add, instead, offer
-from kvdsl.ir.nodes import Axis, Expr, Reduce
+from kvdsl.ir.nodes import Axis, Expr
 from kvdsl.ir.ops import (
     ELEMENTWISE,
     LOGICAL,
@@ -29,13 +24,13 @@ from kvdsl.ir.ops import (
 from kvdsl.ir.visitors import depth_of, walk
 from kvdsl.passes.fold import value_of
 from kvdsl.passes.known import known
-from kvdsl.passes.normal import Pages, page_of_key
 from kvdsl.sema import values
 from kvdsl.sema.arguments import example, how_to_call, match_arguments, without_ranges
 from kvdsl.sema.forms import Forms
 from kvdsl.sema.reductions import Over, in_fewer_words, vector
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName, is_function
 from kvdsl.sema.statics import Bounded, Part
+from kvdsl.sema.uses import Handed
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -44,54 +39,6 @@ from kvdsl.syntax.shape import MAX_DEPTH
 
 MAX_PARTS = 1_000
 MAX_STEPS = 20_000
-
-
-NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass
-class _Handed:
-    """A range passed to a function. It applies to reductions in the body that name no axis, or the same one.
-
-    Attributes:
-        named: whether the range names an axis. A bare `where` or `by` applies to every reduction.
-        taken: whether a reduction has used the range.
-    """
-
-    over: Over
-    named: bool
-    taken: bool = False
-
-    def to(self, own: Over, bare: bool) -> Over:
-        """Return the range of a reduction that has `own`; `bare` if its source has none."""
-        axis = Axis.SLOT if self.over.axis is Axis.OTHER else self.over.axis
-        if self.named and not bare and own.axis is not axis:
-            return own
-        self.taken = True
-        both = [one.where for one in (own, self.over) if one.where is not None]
-        where = values.call("and", *both) if len(both) == 2 else next(iter(both), None)
-        return replace(self.over if self.named else own, where=where, by=self.over.by or own.by)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """An inlined let or function, the place that uses it, and the text of its arguments."""
-
-    definition: LetName
-    span: Span
-    arguments: Mapping[str, str]
-    handed: _Handed | None = None
-
-    def filled(self, text: str) -> str:
-        """Replace parameters by arguments in a text that quotes the body."""
-        return re.sub(r"`[^`]*`", lambda code: habits.fill(code[0], self.arguments), text)
-
-    def definition_in_words(self) -> str:
-        """Return the definition as text, such as "`f(x)` is `x + 1`"."""
-        let = self.definition.let
-        head = let.name.span.file.text[let.name.span.start : let.value.span.start].strip().removesuffix("=").strip()
-        return f"`{head}` is `{let.value.span.quoted()}`"
-
 
 _PRELUDE_DEPTH = 20
 """The deepest nesting of the prelude's functions in each other."""
@@ -104,20 +51,13 @@ class Expressions(Forms):
         lenient: whether to accept unknown names, because a definition may be in unreadable text.
 
     Attributes:
-        histories: the place of each `over last N queries`, by N.
         vectors: reductions over queries that would need a vector per token, each with its report.
-        pages: the length of pages and the tokens before the first one, from the first range by pages.
-        pages_span: the place of that range.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
-        super().__init__()
+        super().__init__(sink)
         self.sink, self.lenient = sink, lenient
-        self.histories: dict[Expr, Span] = {}
         self.vectors: dict[Expr, Callable[[], None]] = {}
-        self.pages: Pages | None = None
-        self.pages_span: Span | None = None
-        self._uses: list[_Use] = []
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
         self._depth = 0
@@ -125,8 +65,6 @@ class Expressions(Forms):
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
         """Return the value of an expression, or None after a report."""
-        if isinstance(node, syn.Broken):
-            return None
         self._depth += 1
         self._steps += 1
         try:
@@ -144,12 +82,12 @@ class Expressions(Forms):
 
     def _is_too_deep(self) -> bool:
         """Return whether the source is nested too deep, not counting the prelude's own nesting."""
-        return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self._from_prelude() is None)
+        return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self.uses.prelude is None)
 
-    def _dispatch(
-        self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope
-    ) -> Value | None:
+    def _dispatch(self, node: syn.Expr, scope: Scope) -> Value | None:
         match node:
+            case syn.Broken():
+                return None
             case syn.Constant():
                 return values.number(node.value)
             case syn.Name():
@@ -165,28 +103,6 @@ class Expressions(Forms):
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def _report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
-        """Report an error; inside the prelude, at the place that uses it."""
-        self._reporting(code, span, message, help, labels)()
-
-    def _reporting(
-        self, code: Code, span: Span, message: str, help: str | None, labels: Iterable[Label] = ()
-    ) -> Callable[[], None]:
-        """Return a function that reports an error of this place later."""
-        if (prelude := self._from_prelude()) is not None:
-            return partial(self.sink.report, code, prelude.span, prelude.filled(message), prelude.definition_in_words())
-        used = [Label(use.span, "used here") for use in reversed(self._uses)]
-        return partial(self.sink.report, code, span, message, help, [*labels, *used[:1]])
-
-    def _from_prelude(self) -> _Use | None:
-        """Return the outermost use of the prelude that is being inlined; None outside of it."""
-        return next((use for use in self._uses if use.definition.prelude), None)
-
-    def _place(self, span: Span) -> Span:
-        """Return the span itself, or for a span in the prelude the place that uses it."""
-        prelude = self._from_prelude()
-        return span if prelude is None else prelude.span
-
     def _speaks_of(self, span: Span) -> bool:
         """Return whether to report an unknown name at a place: once, and not in unreadable files."""
         if self.lenient or self.sink.full or span in self._unknown:
@@ -195,10 +111,9 @@ class Expressions(Forms):
         return True
 
     def _too_large(self, span: Span) -> None:
-        outermost = self._uses[0].span if self._uses else span
         message = "the expression is too large, with its lets and functions put in"
         help = f"an expression has at most {MAX_PARTS:,} parts, nested at most {MAX_DEPTH} deep"
-        self.sink.report(codes.TOO_DEEP, outermost, message, help)
+        self.sink.report(codes.TOO_DEEP, self.uses.outermost(span), message, help)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -215,8 +130,8 @@ class Expressions(Forms):
             return None
         if not self._speaks_of(node.span):
             return None
-        being_defined = {use.definition.let.name.text for use in self._uses}
-        help_text = habits.of_name(node.name) or did_you_mean(node.name, {*_values_of(scope), *NAMED_INPUTS} - being_defined)
+        known = {*_values_of(scope), *NAMED_INPUTS} - self.uses.names()
+        help_text = habits.of_name(node.name) or did_you_mean(node.name, known)
         more = f", `let {node.name} = ...`, or `given {node.name}`, a number of each token, if it is yours"
         help_text = help_text or add(f"add `param {node.name} = 1`", more)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
@@ -226,7 +141,8 @@ class Expressions(Forms):
         definition.used = True
         match definition:
             case Bound(value=value):
-                return None if self._is_of_farther_slot(node.name, value, node.span, scope) else value
+                is_of_slot = value is not None and Axis.OTHER in value.axes
+                return None if is_of_slot and self._is_farther(node.name, node.span, scope) else value
             case ParamName(name=name):
                 return values.read_param(name)
             case TensorName(tensor=tensor) if "rank" in tensor.axes:
@@ -250,28 +166,11 @@ class Expressions(Forms):
     def let(self, definition: LetName, span: Span) -> Value | None:
         """Return the value of a let used at a place."""
         if definition not in self._lets:
-            with self._using(definition, span) as free:
+            with self.uses.entered(definition, span) as free:
                 if not free:
                     return None
                 self._lets[definition] = self.check(definition.let.value, definition.scope)
         return self._lets[definition]
-
-    @contextmanager
-    def _using(
-        self, definition: LetName, span: Span, arguments: Mapping[str, str] = NO_ARGUMENTS, handed: _Handed | None = None
-    ) -> Iterator[bool]:
-        """Enter a definition; yield False after a report if it is already being inlined."""
-        if any(use.definition is definition for use in self._uses):
-            name = definition.let.name
-            message = f"`{name.text}` is defined by itself"
-            self.sink.report(codes.CYCLE, name.span, message, labels=[Label(span, "used here again")])
-            yield False
-            return
-        self._uses.append(_Use(definition, span, arguments, handed))
-        try:
-            yield True
-        finally:
-            self._uses.pop()
 
     def _member(self, node: syn.Member, scope: Scope) -> Value | None:
         """Check `j.position`, a value of the slot j."""
@@ -291,10 +190,6 @@ class Expressions(Forms):
             help = offer(f"write `{value}({owner})`", at=node.span)
         self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
         return None
-
-    def _is_of_farther_slot(self, name: str, value: Value | None, span: Span, scope: Scope) -> bool:
-        """Report an argument of a slot other than the nearest named one; return whether it is one."""
-        return value is not None and Axis.OTHER in value.axes and self._is_farther(name, span, scope)
 
     def _is_farther(self, name: str, span: Span, scope: Scope) -> bool:
         """Report a slot other than the nearest named one, or a value of it; return whether it is one."""
@@ -400,12 +295,12 @@ class Expressions(Forms):
             message = f"only one argument of `{node.function.text}` can have a range"
             self._report(codes.ARGUMENTS, ranging[1].ranges, message, without_ranges(ranging[1].ranges))
             return None
-        handed, inside = self._uses[-1].handed if self._uses else None, scope
+        handed, inside = self.uses.handed, scope
         if ranged is not None:
-            over, inside = self._range(ranged, scope, Over())
+            over, inside = self.ranges.of(ranged, scope, Over())
             if over is None:
                 return None
-            handed = _Handed(over, named=ranged.over is not None)
+            handed = Handed(over, named=ranged.over is not None)
         arguments = {
             name: Bound(self.check(value, inside if ranged is not None and value is ranged.value else scope))
             for name, value in written.items()
@@ -414,7 +309,7 @@ class Expressions(Forms):
         inner = Scope(bound, definition.scope)
         defaults = {one.name.text: one.default for one in parameters if one.default is not None}
         texts = {name: value.span.quoted(40) for name, value in (defaults | written).items()}
-        with self._using(definition, node.span, texts, handed) as free:
+        with self.uses.entered(definition, node.span, texts, handed) as free:
             if not free:
                 return None
             for parameter in parameters:
@@ -436,15 +331,15 @@ class Expressions(Forms):
         for part in walk(value.expr):
             if part in self.vectors:
                 self.vectors.setdefault(made, self.vectors[part])
-        if isinstance(made, Reduce) and made.argument is not None:
-            decay = Part(made.argument, self._place(node.arguments[-1].value.span))
+        if made.kind == "reduce" and made.argument is not None:
+            decay = Part(made.argument, self.uses.place(node.arguments[-1].value.span))
             self.bounded.append(Bounded(f"the decay of `{node.function.text}`", decay, 0, 1))
         return replace(value, expr=made, parts=sum(1 for _ in walk(made)), depth=depth_of(made), constant=value_of(made))
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
         if name in self.FORMS:
-            handed = self._uses[-1].handed if self._uses else None
+            handed = self.uses.handed
             if name == "fold" and handed is not None and handed.named and handed.over == Over():
                 handed.taken = True
             return self.FORMS[name](self, node, scope)
@@ -477,12 +372,12 @@ class Expressions(Forms):
             return None
         if not self._plain(node.function.text, node.arguments[1:]):
             return None
-        over, inner = self._range(node.arguments[0], scope, Over())
+        over, inner = self.ranges.of(node.arguments[0], scope, Over())
         self.reductions.around.append(node)
         body = self.check(node.arguments[0].value, inner)
         self.reductions.around.pop()
         if over is not None and body is not None:
-            over, body = self._with_pages(node, *in_fewer_words(over, body, self._is_page))
+            over, body = self.ranges.with_pages(node, *in_fewer_words(over, body, self.ranges.is_page))
         argument = None
         if row.argument:
             argument = self._fixed(node.arguments[1].value, scope, f"the `{row.argument}` of `{op}`", 0, 1)
@@ -491,64 +386,10 @@ class Expressions(Forms):
         made = self.reductions.reduce(node, op, over, body, argument)
         if made is not None and over.range != "text" and over.axis is Axis.QUERY and Axis.DIM in body.axes:
             message, help = vector(node, body)
-            self.vectors.setdefault(made.expr, self._reporting(codes.VECTOR, node.arguments[0].value.span, message, help))
+            self.vectors.setdefault(
+                made.expr, self.uses.reporting(codes.VECTOR, node.arguments[0].value.span, message, help)
+            )
         return made
-
-    def _range(self, argument: syn.Argument, scope: Scope, default: Over) -> tuple[Over | None, Scope]:
-        """Return the range of a reduction, and the scope of its body."""
-        over, inner = self._over(argument.over, scope, default), scope
-        if over is not None and argument.over is not None and argument.over.name is not None:
-            name = argument.over.name
-            if over.axis is not Axis.SLOT or over.within != "all":
-                unnamed = re.sub(r"\s+as\s+\w+$", "", argument.over.span.text)
-                help = offer(f"write `{unnamed}`", ", or `over slots as j`", at=argument.over.span)
-                self._report(codes.AXIS, name.span, "only slots have names", help)
-                return None, scope
-            over, inner = replace(over, axis=Axis.OTHER, within="self"), Scope({name.text: SlotName()}, scope)
-        where = by = None
-        if argument.only is not None:
-            where = self.check(argument.only, inner)
-            if where is not None and not self.condition(where, argument.only.span, "`where`"):
-                where = None
-        if argument.key is not None:
-            by = self.check(argument.key, scope)
-        if over is None or (where is None) != (argument.only is None) or (by is None) != (argument.key is None):
-            return None, inner
-        over, handed = replace(over, where=where, by=by), self._uses[-1].handed if self._uses else None
-        return over if handed is None else handed.to(over, argument.over is None), inner
-
-    def _is_page(self, key: Expr) -> bool:
-        """Return whether a key counts the policy's pages; all pages have one size."""
-        found = page_of_key(key)
-        return found is not None and (self.pages is None or self.pages == found)
-
-    def _with_pages(self, node: syn.Call, over: Over, body: Value) -> tuple[Over, Value]:
-        """Turn a range by a key that counts pages into a range over pages."""
-        if over.by is None or over.axis is not Axis.SLOT or not self._is_page(over.by.expr):
-            return over, body
-        if self.pages is None:
-            self.pages, self.pages_span = page_of_key(over.by.expr), self._place(node.span)
-        return replace(over, within="next" if over.within == "next" else "page", by=None), body
-
-    def _over(self, over: syn.Over | None, scope: Scope, default: Over) -> Over | None:
-        """Return the axis of a range, or None after a report."""
-        if over is None:
-            return default
-        if over.last is None:
-            found = self.reductions.axis(over)
-            if found is None or over.after is None:
-                return found
-            after = self._fixed(over.after, scope, "the N of `over text after N`")
-            if found.within != "text":
-                message = f"only `over text` takes `after N`, not `over {over.axis.text}`"
-                self._report(codes.AXIS, over.span, message, offer(f"write `over {over.axis.text}`"))
-                return None
-            return None if after is None else replace(found, after=after)
-        last = self._fixed(over.last, scope, "the N of `over last N queries`", 1)
-        if last is None:
-            return None
-        self.histories.setdefault(last.expr, self._place(over.span))
-        return Over(last=last)
 
 
 def _values_of(scope: Scope) -> Iterator[str]:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 from kvdsl import codes
-from kvdsl.codes import Code
-from kvdsl.diagnostics import Label
+from kvdsl.diagnostics import Sink
 from kvdsl.helps import instead, offer, operand
 from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, is_call, is_reduction
 from kvdsl.ir.ops import FARTHEST, FIXED, MOST_STEPS, POOLS
@@ -18,9 +17,11 @@ from kvdsl.ir.visitors import children, has, walk
 from kvdsl.sema import values
 from kvdsl.sema.arguments import example, how_to_call, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import compares_slots, is_fixed, of_query_heads_at_once, reads_heads, reads_text
+from kvdsl.sema.ranges import Ranges
 from kvdsl.sema.reductions import Over, Reductions, over_queries
 from kvdsl.sema.scope import Bound, Scope, TensorName
 from kvdsl.sema.statics import Bounded, Part
+from kvdsl.sema.uses import Uses
 from kvdsl.sema.values import NO_SPACES, Value, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -33,8 +34,11 @@ class Forms(ABC):
         bounded: numbers inside expressions, whose bounds are checked once the params are known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sink: Sink) -> None:
+        self.uses = Uses(sink)
+        self._report = self.uses.report
         self.reductions = Reductions(self._report)
+        self.ranges = Ranges(self.uses, self.reductions, self.check, self._fixed, self.condition)
         self.bounded: list[Bounded] = []
 
     @abstractmethod
@@ -42,18 +46,8 @@ class Forms(ABC):
         """Return the value of an expression, or None after a report."""
 
     @abstractmethod
-    def _report(
-        self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()
-    ) -> None: ...
-
-    @abstractmethod
-    def _place(self, span: Span) -> Span: ...
-
-    @abstractmethod
-    def _range(self, argument: syn.Argument, scope: Scope, default: Over) -> tuple[Over | None, Scope]: ...
-
-    @abstractmethod
-    def _with_pages(self, node: syn.Call, over: Over, body: Value) -> tuple[Over, Value]: ...
+    def condition(self, value: Value, span: Span, what: str) -> bool:
+        """Return whether a value is a condition, as `what` needs; report it otherwise."""
 
     def _arguments(self, node: syn.Call, count: int, scope: Scope) -> list[Value | None] | None:
         """Return the values of `count` arguments; None after a report of another count."""
@@ -93,7 +87,7 @@ class Forms(ABC):
         value = self.check(node, scope)
         if value is None or not is_fixed(value, node.span, what, self._report):
             return None
-        self.bounded.append(Bounded(what, Part(value.expr, self._place(node.span)), low, high))
+        self.bounded.append(Bounded(what, Part(value.expr, self.uses.place(node.span)), low, high))
         return value
 
     def _without_arguments(self, node: syn.Call, scope: Scope) -> Value | None:
@@ -182,10 +176,10 @@ class Forms(ABC):
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
             self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", example("rank"))
             return None
-        over, inner = self._range(node.arguments[0], scope, Over(Axis.SLOT))
+        over, inner = self.ranges.of(node.arguments[0], scope, Over(Axis.SLOT))
         body = self.check(node.arguments[0].value, inner)
         if over is not None and body is not None:
-            over, body = self._with_pages(node, over, body)
+            over, body = self.ranges.with_pages(node, over, body)
         if over is None or body is None:
             return None
         text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span

@@ -16,7 +16,7 @@ from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import add
 from kvdsl.ir.nodes import Expr
 from kvdsl.passes.fold import value_of
-from kvdsl.sema.statements import CheckedKeep, Parts
+from kvdsl.sema.parts import CheckedKeep, Parts
 
 _PROMPT = 2**20
 """The length of a prompt that stands for all long ones."""

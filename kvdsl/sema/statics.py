@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import add, instead, offer
-from kvdsl.ir.nodes import Expr, Number, Reduce
+from kvdsl.ir.nodes import Expr
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import some, value_of
@@ -149,7 +149,7 @@ class Statics:
                 message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
                 new = f"keep {scope} {print_number(value)} * budget"
                 share = instead(f"a ratio of the budget is written `{print_number(value)} * budget`", new)
-                self._no_effect(span, message, share if isinstance(count, Number) else None)
+                self._no_effect(span, message, share if count.kind == "number" else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
         """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
@@ -269,7 +269,7 @@ class Statics:
             (part.body, part.last): value
             for expr in exprs
             for part in walk(expr)
-            if isinstance(part, Reduce) and part.last is not None
+            if part.kind == "reduce" and part.last is not None
             if (value := value_of(part.last, self.known)) is not None
         }
         size = 4 * sum(math.floor(value) for value in rings.values())

@@ -336,10 +336,11 @@ def parts_of(node: object, kind: type[Part]) -> Iterator[Part]:
 def operands(node: object) -> Iterator[Expr]:
     """Yield the outermost expressions in a node, without the node itself."""
     for part in _fields(node):
-        if isinstance(part, Expr):
-            yield part
-        elif isinstance(part, (Argument, Over, Range, Across, AcrossLayers)):
-            yield from operands(part)
+        match part:
+            case Constant() | Name() | Unary() | Binary() | Call() | Member() | Broken():
+                yield part
+            case Argument() | Over() | Range() | Across() | AcrossLayers():
+                yield from operands(part)
 
 
 def _fields(node: object) -> Iterator[object]:

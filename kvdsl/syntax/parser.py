@@ -20,7 +20,7 @@ from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
-from kvdsl.build.cache import cache_folder
+from kvdsl.build import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.diagnostics import Sink
 from kvdsl.errors import KvdslError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from lark import Token, Tree
 
 from kvdsl import codes
-from kvdsl.diagnostics import Sink, did_you_mean, listed, printable
+from kvdsl.diagnostics import Sink, did_you_mean, listed
 from kvdsl.helps import instead, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
@@ -86,7 +85,7 @@ class _Shaper(Shaper):
         title, *steps = tree.children
         span = self._span(tree)
         broken = any(span.start <= s.span.start <= span.end for s in self.parsed.broken)
-        shaper = TestShaper(self.source, self.sink, self._string)
+        shaper = TestShaper(self.source, self.sink)
         return syn.Test(span, self._string(title), tuple(shaper.step(tree_of(step)) for step in steps), broken)
 
     # -- statements --------------------------------------------------------------------------------------------------
@@ -286,40 +285,8 @@ class _Shaper(Shaper):
             return syn.Over(span, self._word(axis), after=self._expr(other))
         return syn.Over(span, self._word(axis), name=optional(self._word, other))
 
-    # -- leaves ------------------------------------------------------------------------------------------------------
-
-    def _string(self, child: Child) -> syn.Word:
-        word = self._word(child)
-        quotes = 3 if word.text[:3] in ('"""', "'''") else 1
-        return syn.Word(word.span, self._unescaped(word.text[quotes:-quotes], word.span, quotes))
-
-    def _unescaped(self, text: str, span: Span, quotes: int) -> str:
-        def value(match: re.Match[str]) -> str:
-            place = self.source.span(span.start + quotes + match.start(), span.start + quotes + match.end())
-            return self._escape(match, place)
-
-        for match in _CONTROL.finditer(text):
-            at = span.start + quotes + match.start()
-            message = f"a string cannot contain the character `{printable(match.group())}` directly"
-            help = offer(f"write `\\u{{{ord(match.group()):x}}}`")
-            self.sink.report(codes.ENCODING, self.source.span(at, at + 1), message, help)
-        return _ESCAPE.sub(value, text)
-
-    def _escape(self, match: re.Match[str], place: Span) -> str:
-        if match["simple"] in _SIMPLE:
-            return _SIMPLE[match["simple"]]
-        point = int(match["point"], 16) if match["point"] else 0x110000
-        if 0 < point < 0xD800 or 0xDFFF < point < 0x110000:
-            return chr(point)
-        help = r"the escapes are \n, \t, \\, \", \' and \u{...} with a code point"
-        self.sink.report(codes.ESCAPE, place, f"unknown escape `{printable(match.group())}`", help)
-        return ""
-
 
 _WORDS = {"victims", "cap", "when", "group", "positions", "storage", "rope", "prefill"}
-_ESCAPE = re.compile(r"\\(?:u\{(?P<point>[0-9A-Fa-f]{1,6})\}|(?P<simple>.))", re.DOTALL)
-_SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
-_CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _only(child: Child) -> Child:

@@ -1,7 +1,8 @@
-"""Turn Lark's tree into dataclasses: words, and the steps of a test."""
+"""Turn Lark's tree into dataclasses: words and strings, and the steps of a test."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar, Union
@@ -9,7 +10,8 @@ from typing import TypeVar, Union
 from lark import Token, Tree
 
 from kvdsl import codes
-from kvdsl.diagnostics import Sink, did_you_mean
+from kvdsl.diagnostics import Sink, did_you_mean, printable
+from kvdsl.helps import offer
 from kvdsl.reference import NO_NUMBERS, PLACES, STEPS, VALUES, VECTORS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
@@ -21,9 +23,13 @@ MANY = 4_096
 Child = Union["Tree[Token]", Token, None]
 Shaped = TypeVar("Shaped")
 
+_ESCAPE = re.compile(r"\\(?:u\{(?P<point>[0-9A-Fa-f]{1,6})\}|(?P<simple>.))", re.DOTALL)
+_SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
+_CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 class Shaper:
-    """Shapes words, and finds the span of a tree."""
+    """Shapes words and strings, and finds the span of a tree."""
 
     def __init__(self, source: SourceFile, sink: Sink) -> None:
         self.source, self.sink = source, sink
@@ -35,13 +41,36 @@ class Shaper:
         token = token_of(child)
         return syn.Word(span_of(self.source, token), str(token))
 
+    def _string(self, child: Child) -> syn.Word:
+        word = self._word(child)
+        quotes = 3 if word.text[:3] in ('"""', "'''") else 1
+        return syn.Word(word.span, self._unescaped(word.text[quotes:-quotes], word.span, quotes))
+
+    def _unescaped(self, text: str, span: Span, quotes: int) -> str:
+        def value(match: re.Match[str]) -> str:
+            place = self.source.span(span.start + quotes + match.start(), span.start + quotes + match.end())
+            return self._escape(match, place)
+
+        for match in _CONTROL.finditer(text):
+            at = span.start + quotes + match.start()
+            message = f"a string cannot contain the character `{printable(match.group())}` directly"
+            help = offer(f"write `\\u{{{ord(match.group()):x}}}`")
+            self.sink.report(codes.ENCODING, self.source.span(at, at + 1), message, help)
+        return _ESCAPE.sub(value, text)
+
+    def _escape(self, match: re.Match[str], place: Span) -> str:
+        if match["simple"] in _SIMPLE:
+            return _SIMPLE[match["simple"]]
+        point = int(match["point"], 16) if match["point"] else 0x110000
+        if 0 < point < 0xD800 or 0xDFFF < point < 0x110000:
+            return chr(point)
+        help = r"the escapes are \n, \t, \\, \", \' and \u{...} with a code point"
+        self.sink.report(codes.ESCAPE, place, f"unknown escape `{printable(match.group())}`", help)
+        return ""
+
 
 class TestShaper(Shaper):
-    """Shapes the steps of a file's tests; `string` reads a STRING."""
-
-    def __init__(self, source: SourceFile, sink: Sink, string: Callable[[Child], syn.Word]) -> None:
-        super().__init__(source, sink)
-        self.string = string
+    """Shapes the steps of a file's tests."""
 
     def step(self, tree: Tree[Token]) -> syn.Step:
         """Return a step of a test."""
@@ -108,7 +137,7 @@ class TestShaper(Shaper):
             elif isinstance(found, Tree):
                 self._unexpected(self._span(found), "expected a string after `error`")
             else:
-                return syn.Expect(span, "error", word=self.string(found))
+                return syn.Expect(span, "error", word=self._string(found))
             return syn.Expect(span, "error")
         rows = trees(tree_of(found).children)
         if name.text in PLACES and kind == "expect":

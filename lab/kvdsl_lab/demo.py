@@ -121,7 +121,7 @@ def _options(memory: Mapping[str, str]) -> str:
 def _compile(console: Any, out: Path, memory: Mapping[str, str]) -> Any:
     """`kvdsl compile chunkkv`, and the import that follows it."""
     from kvdsl.compiler import compile_file
-    from kvdsl.emit.render import write
+    from kvdsl.emit import write
 
     begun = time.perf_counter()
     files = compile_file(SHOWN, {}).files

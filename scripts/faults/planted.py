@@ -603,7 +603,7 @@ FAULTS = [
     ),
     _fault(
         "emit",
-        "kvdsl/emit/render.py",
+        "kvdsl/emit.py",
         "if name not in files and (folder / name).exists()]",
         "if False]",
         "tests/emit/test_render.py",

@@ -161,7 +161,7 @@ def _import_everything() -> None:
         "transformers.models.llama",
         "kvdsl.runtime.hf",
         "kvdsl.runtime.cpu.backend",
-        "kvdsl.emit.render",
+        "kvdsl.emit",
         "lark",
     ):
         importlib.import_module(module)

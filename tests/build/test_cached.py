@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvdsl
-from kvdsl.build.cache import cache_folder
+from kvdsl.build import cache_folder
 from kvdsl.build.store import SEAL, flaw
 from kvdsl.syntax import parser
 from tests.build.left import left

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.build import cxx
-from kvdsl.build.cache import cache_folder, cache_folder_at
+from kvdsl.build import cache_folder, cache_folder_at, cxx
 from kvdsl.errors import KvdslError
 from tests.build.left import left
 

@@ -64,6 +64,11 @@ SHAPES = ("leaf", *["reduce"] * 4, *["binary"] * 3, "unary", "extreme", "where",
 ONE, NOTHING = Number(value=1), Number(value=0)
 
 
+def reducing(over: str) -> tuple[str, ...]:
+    """Return the plain reductions over one of `ops.RANGES`."""
+    return tuple(name for name in ops.PLAIN_REDUCTIONS if over in ops.REDUCTIONS[name].over)
+
+
 @dataclass(frozen=True)
 class Place:
     """What an expression may read where it stands.
@@ -284,7 +289,7 @@ class Maker:
         shape = self.one_of("product", "distance", "values", "last alike")
         if shape == "distance":
             between = self.binary(self.one_of("-", "*"), key, Other(body=key))
-            body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=self.call("abs", between))
+            body = Reduce(op=self.one_of(*reducing("dims")), axis=DIM, body=self.call("abs", between))
         elif shape != "values":
             body = Reduce(op="sum", axis=DIM, body=call("*", key, Other(body=key)))
         if shape == "last alike":
@@ -295,7 +300,7 @@ class Maker:
             body = call("where", is_last, self.value(inside), body)
         elif self.one_of(True, False):
             body = self.binary(self.one_of("*", "+", "-", ">"), body, self.value(inside))
-        op, within = self.one_of(*ops.reducing("others")), self.one_of("all", "self")
+        op, within = self.one_of(*reducing("others")), self.one_of("all", "self")
         where = self.of_two(inside) if self.one_of(True, False) else None
         if where is not None and within == "all":
             where = together(conditions(where))
@@ -329,7 +334,7 @@ class Maker:
             seen = call("ahead", Input(name="k"), self.count(9, 1))
             body = Reduce(op="sum", axis=DIM, body=call("*", turned, seen))
         after = self.count(3) if self.rarely() else None
-        made = Reduce(op=self.one_of(*ops.reducing("text")), axis=QUERY, body=body, within="text", after=after)
+        made = Reduce(op=self.one_of(*reducing("text")), axis=QUERY, body=body, within="text", after=after)
         return self.filtered(made, inside)
 
     def tensor(self, *, dims: bool) -> Expr:
@@ -339,7 +344,7 @@ class Maker:
     def attention(self) -> Expr:
         """The plainest reduction over queries."""
         body = Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
-        return self.of_queries(self.one_of("sum", *ops.reducing("queries")), body)
+        return self.of_queries(self.one_of("sum", *reducing("queries")), body)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -405,7 +410,7 @@ class Maker:
         if SLOT not in axes_of(body):
             body = self.binary("*", self.slot_value(place), body)
         return self.filtered(
-            Reduce(op=self.one_of(*ops.reducing("slots")), axis=SLOT, body=body), place.deeper(dims=False, pools=False)
+            Reduce(op=self.one_of(*reducing("slots")), axis=SLOT, body=body), place.deeper(dims=False, pools=False)
         )
 
     def by_key(self, place: Place) -> Expr:
@@ -435,7 +440,7 @@ class Maker:
 
     def of_token(self) -> Expr:
         """What a token has by itself, or its age."""
-        body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
+        body = Reduce(op=self.one_of(*reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
         return self.one_of(body, body, Input(name="age"), *map(read, self.given))
 
     def of_age(self) -> Expr:
@@ -465,14 +470,14 @@ class Maker:
         )
         if DIM not in axes_of(body):
             body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
-        op = self.one_of(*ops.reducing("sketch" if sketched else "dims"))
+        op = self.one_of(*reducing("sketch" if sketched else "dims"))
         inside = replace(place.deeper(dims=True, pools=False), sketched=sketched)
         return self.filtered(Reduce(op=op, axis=DIM, body=body, within="sketch" if sketched else "all"), inside)
 
     def in_page(self, place: Place) -> Expr:
         """A number of each slot's page: of what tokens have, whatever the query."""
         if place.query:
-            body: Expr = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
+            body: Expr = Reduce(op=self.one_of(*reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
             return self.over_page(self.one_of(body, Input(name="age")))
         body = self.value(place.deeper(dims=False, pools=False, text=False))
         drawn = axes_of(body) == {SLOT} and not any(is_call(part, "random") for part in walk(body))
@@ -626,7 +631,7 @@ class Maker:
 
     def over_heads(self, body: Expr) -> Expr:
         where = call(">", Input(name="live"), self.one_of(*self.fixed)) if self.rarely() else None
-        return Reduce(op=self.one_of(*ops.reducing("heads")), axis=Axis.HEAD, body=body, where=where)
+        return Reduce(op=self.one_of(*reducing("heads")), axis=Axis.HEAD, body=body, where=where)
 
     def layers(self) -> LayerRange:
         low = self.pick(range(0, 4))

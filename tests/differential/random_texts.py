@@ -10,6 +10,8 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 
+from .random_policies import reducing
+
 _OVER = {"queries": "", "history": " over last {} queries", "slots": " over slots", "dims": " over dims"}
 _WHERE = {
     "queries": (
@@ -51,7 +53,7 @@ def random_score(draw: Random, depth: int = 4) -> str:
         own, other = draw.choice(_OF_SLOTS), draw.choice([*_OF_SLOTS, inner[0]])
         only = draw.choice(_OF_TWO).format(own)
         less = draw.choice(["", f"{own} - "])
-        return f"{draw.choice(ops.reducing('others'))}({less}j.({other}) over slots as j{only and ' where '}{only})"
+        return f"{draw.choice(reducing('others'))}({less}j.({other}) over slots as j{only and ' where '}{only})"
     if shape == "operator":
         return f"({inner[0]} {draw.choice(list(ops.OPERATORS))} {inner[1]})"
     if shape == "function":

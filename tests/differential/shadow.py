@@ -18,7 +18,8 @@ from kvdsl.interp.attention import Call, at_ranks, rank_distances, taken_over
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.inputs import NOTHING, Supplied, filled
-from kvdsl.interp.operations import Operations, uniform
+from kvdsl.interp.operations import Operations
+from kvdsl.interp.scopes import uniform
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, TensorRef
@@ -357,7 +358,7 @@ class Shadow:
             0,
             known,
             self.numbers.params,
-            self.machine.constants,
+            self.machine.scopes.constants,
             self._new,
             page=self.numbers.page,
             page_after=self.numbers.page_after,

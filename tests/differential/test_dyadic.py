@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvdsl.interp import Interpreter, Step
 from kvdsl.interp.head import Head
-from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.cpu import backend as cpu_backend

@@ -14,8 +14,8 @@ import torch
 import kvdsl
 from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
+from kvdsl.models import here
 from kvdsl.models.catalogue import named
-from kvdsl.models.place import here
 from kvdsl.shipped import all_policies
 from kvdsl_lab.assets import load_reference_model, reference_model_path
 from tests.docs.pages import Printed, blocks, documents, forget_packages, play, read, whole

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from kvdsl.models import here
 from kvdsl.models.catalogue import named
-from kvdsl.models.place import here
 from scripts.pictures.__main__ import NAMES, PICTURES, ROOT, main
 from scripts.pictures.terminal import Terminal
 from tests.docs.pages import documents, read

@@ -13,8 +13,7 @@ import pytest
 from jinja2 import meta
 
 from kvdsl.compiler import analyse, compile_file, shipped_policies
-from kvdsl.emit.environment import environment
-from kvdsl.emit.render import differing, render, stale, write
+from kvdsl.emit import differing, environment, render, stale, write
 from kvdsl.ir.nodes import Policy
 from kvdsl.lower.plan import PackagePlan, make_plan
 from kvdsl.source import SourceFile

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse, package, plan_of
-from kvdsl.emit.without import _INSTEAD, COST, sentence, without
 from kvdsl.errors import warn
 from kvdsl.ir.ops import POOLS, REDUCTIONS
+from kvdsl.lower.without import _INSTEAD, COST, sentence, without
 from kvdsl.shipped import all_policies
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -74,7 +74,7 @@ def test_saved_copied_and_taken_back(backend: str) -> None:
     texts = [text(model, longer, one) for one in (cache, twin, left)]
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
     for pool, layer in zip(before, copy.deepcopy(left).layers, strict=True):
-        assert layer.state.packed and layer.state.layout.key_pool.shape == pool.shape
+        assert layer.state.format.packed and layer.state.layout.key_pool.shape == pool.shape
     left.reset()
     assert torch.equal(text(model, ids, left), said)
     left.activate_past_recording()

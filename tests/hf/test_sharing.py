@@ -414,7 +414,7 @@ def test_a_loaded_cache_serves_its_model_in_another_dtype() -> None:
         ours = half(ids[:, :1], **with_cache(loaded)).logits
         theirs = model(ids[:, :1], **with_cache(cache)).logits
     assert ours.dtype == torch.bfloat16
-    assert loaded._state(0).layout.dtype == torch.float32
+    assert loaded.layers[0].state.layout.dtype == torch.float32
     assert (ours.float() - theirs).abs().max() < 0.1 * theirs.abs().max()
 
 

@@ -420,7 +420,7 @@ def test_an_interval_of_decoding(read: Read, name: str) -> None:
 
 def holds(cache: Any, layer: int, values: torch.Tensor) -> bool:
     """Whether a layer of a cache holds these values, [1, heads, tokens, dim], in any order."""
-    state = cache._state(layer)
+    state = cache.layers[layer].state
     found = [state.values[0, head][live] for head, live in enumerate(state.position[0] >= 0)]
     return all(
         mine.shape == other.shape

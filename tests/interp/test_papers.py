@@ -157,7 +157,7 @@ def test_random_is_the_counter_hash() -> None:
 
 
 def test_random_is_roughly_uniform() -> None:
-    from kvdsl.interp.operations import uniform
+    from kvdsl.interp.scopes import uniform
 
     draws = uniform(seed=1, layer=0, head=0, position=np.arange(4000), step=5)
     counts, _ = np.histogram(draws, bins=10, range=(0, 1))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvdsl.compiler import analyse, find_policy
-from kvdsl.emit.without import statement
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Call, Input, Number, Policy, call
 from kvdsl.ir.printer import print_policy
+from kvdsl.lower.without import statement
 from kvdsl.passes.answers import Answers, NotByItselfError, counts_from_the_prompt, least, of_answers
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.normal import normal

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from lsprotocol import types as lsp
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.lsp import Document
 from kvdsl.lsp.completion import completion
 from kvdsl.lsp.diagnostics import diagnostics, fixes, formatting
-from kvdsl.lsp.document import Document
 from kvdsl.lsp.hints import inlay_hints, lenses
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.navigation import RenameError, definition, highlights, references, rename

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdsl.lsp.document import read_document
+from kvdsl.lsp import read_document
 from tests.lsp.edits import QUESTIONS, edited
 
 

@@ -6,8 +6,8 @@ import pytest
 from lsprotocol import types as lsp
 
 from kvdsl.codes import CODES
+from kvdsl.lsp import read_document
 from kvdsl.lsp.diagnostics import fixes
-from kvdsl.lsp.document import read_document
 
 EVERYWHERE = lsp.Range(lsp.Position(0, 0), lsp.Position(10_000, 0))
 

@@ -9,8 +9,8 @@ import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
+from kvdsl.lsp import Document, read_document
 from kvdsl.lsp.diagnostics import diagnostics
-from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.navigation import RenameError, references, rename
 from kvdsl.lsp.positions import Positions
 from kvdsl.lsp.workspace import Workspace

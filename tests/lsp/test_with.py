@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from lsprotocol import types as lsp
 
+from kvdsl.lsp import Document, read_document
 from kvdsl.lsp.completion import completion
-from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.navigation import definition, references, rename
 from kvdsl.lsp.outline import symbols

@@ -9,8 +9,8 @@ import pytest
 from lsprotocol import types as lsp
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.lsp import Document, read_document
 from kvdsl.lsp.completion import completion
-from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.tokens import LEGEND, semantic_tokens
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, form, grammar_rules, meaning, parameters

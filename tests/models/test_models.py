@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvdsl.build.cache import cache_folder
+from kvdsl.build import cache_folder
 from kvdsl.build.lock import LOCK, MAKING
 from kvdsl.errors import KvdslError
-from kvdsl.models import catalogue, fetch, here, model_folder
+from kvdsl.models import catalogue, data_folder, fetch, here, model_folder, place
 from kvdsl.models.catalogue import SMOLLM2, NamedModel, Part
-from kvdsl.models.place import data_folder, place
 from tests.cli.harness import run
 
 WEIGHTS = b"weights" * 1000

@@ -9,7 +9,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.memory import KV_DTYPES, dtypes_of, vector_bytes
+from kvdsl.memory import KV_DTYPES, vector_bytes
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
@@ -19,7 +19,7 @@ from .test_blocks import DIM, GIVEN, Run, assert_same, folder, policy
 
 __all__ = ["folder"]
 
-PACKED = (*KV_DTYPES[1:], "int8/int4")
+PACKED = KV_DTYPES[1:]
 
 
 def made(where: Path, name: str, kv_dtype: str, backend: str, storage: str = "in_place") -> Run:
@@ -47,9 +47,8 @@ def test_memory_is_really_less(folder: Path, kv_dtype: str, backend: str) -> Non
     for run in (one, other):
         run.steps(1, 2)
     rows = one.state.position.numel()
-    key, value = (vector_bytes(one, DIM) for one in dtypes_of(kv_dtype))
-    assert (one.state.layout.key_pool.nbytes, one.state.layout.value_pool.nbytes) == (rows * key, rows * value)
-    assert other.state.bytes() - one.state.bytes() == rows * (8 * DIM - key - value)
+    assert one.state.layout.key_pool.nbytes == rows * vector_bytes(kv_dtype, DIM)
+    assert other.state.bytes() - one.state.bytes() == 2 * rows * (4 * DIM - vector_bytes(kv_dtype, DIM))
     assert one.state.dims == other.state.dims == (DIM, DIM)
     for pool in (other.state.layout.key_pool, other.state.layout.value_pool):
         assert pool.dtype == torch.float32 and pool.numel() == rows * DIM, "without the option a cache takes what it took"
@@ -119,4 +118,4 @@ def test_what_is_refused(folder: Path) -> None:
         kvdsl.load("streaming_llm").spec.laid_out(rope="cached", kv_dtype="int8")
     odd = spec.laid_out(kv_dtype="int4")
     with pytest.raises(KvdslError, match="packs dims in pairs, and the model's vectors have 7; give `int8`"):
-        SlotState(odd, {"budget": 4.0}).rows_of(*torch.zeros(2, 1, 1, 1, 7))
+        SlotState(odd, {"budget": 4.0}).format.rows(*torch.zeros(2, 1, 1, 1, 7))

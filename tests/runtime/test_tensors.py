@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvdsl
+from kvdsl import emit
 from kvdsl.cli.compile import _compile
 from kvdsl.compiler import compile_file
-from kvdsl.emit import render
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
 from kvdsl.runtime.hf.versions import with_cache
@@ -148,7 +148,7 @@ def test_a_file_that_changes_meanwhile_is_taken_as_it_was_read(policy: Path, mon
         save_file({"filter": directions(2)}, path)
         return found
 
-    monkeypatch.setattr(render, "read", read_and_change)
+    monkeypatch.setattr(emit, "read", read_and_change)
     compiled = compile_file(policy)
     (content,) = compiled.data.values()
     assert hashlib.sha256(content).hexdigest() in compiled.files["cache.py"]

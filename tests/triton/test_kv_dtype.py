@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", PACKED)
+@pytest.mark.parametrize("kv_dtype", [*PACKED, "int8/int4"])
 @pytest.mark.parametrize("name", few(CASES, "groups of dims", "compact"))
 def test_shipped_policies(name: str, kv_dtype: str) -> None:
     case = replace(CASES[name], kv_dtype=kv_dtype, dtype=torch.float32)

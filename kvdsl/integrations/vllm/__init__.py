@@ -46,9 +46,8 @@ def _register_caches() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from kvdsl.integrations.vllm.blocks import AnswerManager, AnswerSpec, WindowManager, WindowSpec
+    from kvdsl.integrations.vllm.blocks import AnswerManager, AnswerSpec, PageSpec, WindowManager, WindowSpec
     from kvdsl.integrations.vllm.releases import ANSWERS, NAME
-    from kvdsl.integrations.vllm.spec import PageSpec
 
     KVCacheSpecRegistry._ensure_registered()  # vLLM registers its own only while there is none
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)

@@ -17,12 +17,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.caches import Caches, InBlocks, InRows, Vectors
 from kvdsl.integrations.vllm.page import page
-from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan, traced
 from kvdsl.integrations.vllm.step import EveryOne, Step
 from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose, computed_in
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
         self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
-        self._rope = rotation(text, head_size) if settings.spec.compact else None
+        self._rope = _rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
         self._page = page(
             settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest,
@@ -169,6 +169,24 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self.caches.put(batch.pages, blocks, state)
         else:
             self.reading[first.page] = state
+
+
+def _rotation(config: Any, head_size: int) -> Rope:
+    """The rotation that a text model's configuration describes: all dims, the first half with the second.
+
+    Raises:
+        KvdslError: for any other.
+    """
+    told = getattr(config, "rope_parameters", None) or {}
+    plain = told.get("rope_type", "default") == "default" and told.get("partial_rotary_factor", 1.0) == 1.0
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3") or not plain or "rope_theta" not in told:
+        raise KvdslError(
+            f"kvdsl does not know how {config.model_type} rotates its keys, and a policy with compact positions moves them: serve a policy "
+            "that leaves them as they are (h2o, roco)"
+        )
+    dims = torch.arange(0, head_size, 2, dtype=torch.int64, device="cpu")  # vLLM's default device may be a GPU
+    frequencies = 1.0 / told["rope_theta"] ** (dims.float() / head_size)
+    return Rope(frequencies.double(), "half")
 
 
 def _works(config: Any) -> dict[Any, Any]:

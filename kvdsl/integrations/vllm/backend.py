@@ -15,13 +15,13 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.blocks import PageSpec
 from kvdsl.integrations.vllm.caches import InRows
 from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import Plan
-from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
 from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.integrations.vllm.token_values import TokenValues

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, replace_as
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, SlidingWindowSpec, replace_as
 
 from kvdsl.errors import KvdslError
 
@@ -23,6 +23,21 @@ STATE_BLOCKS = 1
 
 _REMEMBERED = 100_000
 """How many prompt lengths are stored: more than there can be requests that wait to be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSpec(CircularBufferSpec):  # type: ignore[misc]
+    """One block a request and layer: slots, positions and state columns.
+
+    As in `CircularBufferSpec`, a request takes one block, no token has a place of its own in it, and prefixes are not shared. With
+    `tokens_per_state=-1` the block's size does not depend on tokens.
+
+    Attributes:
+        non_causal: makes vLLM pass prompts whole, if a step has room for any. vLLM cuts prompts in parts even then. In its release for
+            CPUs a part of a request with a seed ends the engine, under any attention.
+    """
+
+    non_causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import computed_in
 from kvdsl.runtime.cpu.backend import TILE
 from kvdsl.runtime.state import copies
-from kvdsl.runtime.state.rows import put
+from kvdsl.runtime.state.layers import put
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 

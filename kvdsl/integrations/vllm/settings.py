@@ -125,7 +125,7 @@ def _answers(policy: str) -> Answers | None:
 def _refused(policy: str) -> Iterator[None]:
     """Name the line that rules out serving a policy over shared prompts."""
     from kvdsl.compiler import find_policy
-    from kvdsl.emit.without import statement
+    from kvdsl.lower.without import statement
     from kvdsl.passes.answers import NotByItselfError
     from kvdsl.shipped import policy_name, text_of
 

@@ -146,7 +146,7 @@ def _set_call(args: DecodeArgs, call: AttentionCall) -> None:
 def _args_of(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
     batch, kv_heads, slots = state.position.shape
     keys, values, (key_dim, value_dim) = state.layout.key_pool, state.layout.value_pool, state.dims
-    key_dtype, value_dtype = map(KV_DTYPES.index, state.stored_as)
+    key_dtype, value_dtype = map(KV_DTYPES.index, (state.format.key, state.format.value))
     args = DecodeArgs(
         batch=batch, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, slots=slots,
         key_dtype=key_dtype, value_dtype=value_dtype,
@@ -156,11 +156,12 @@ def _args_of(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
         args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,
         seen=state.seen, params=state.numbers,
     )  # fmt: skip
-    if isinstance(state.layout, Blocks):
-        args.blocks, args.block_size = state.layout.blocks, state.layout.size
-        point(args, table=state.layout.table)
-    if isinstance(state.layout, Flat):
-        point(args, first_rows=state.layout.first_rows)
+    match state.layout:
+        case Blocks() as blocks:
+            args.blocks, args.block_size = blocks.blocks, blocks.size
+            point(args, table=blocks.table)
+        case Flat() as flat:
+            point(args, first_rows=flat.first_rows)
     if state.spec.tensors is not None:
         point(args, constants=state.constants)
     if state.spec.compact:

@@ -17,8 +17,8 @@ With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.l
 With BESIDE, the last split attends to nothing: it takes over attention to tokens without slots; see `kvdsl.runtime.gpu.lent`.
 
 K_AS and V_AS are the storage types of keys and values; see `kvdsl.runtime.gpu.packed`. A Hadamard matrix mixes vectors in `int4`: the
-kernel mixes the query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score NaN, so such a query
-is multiplied by plain keys instead.
+kernel mixes the query once, and `settle` unmixes the weighted sum of values. A mixed query that is not finite would make every score
+NaN, so such a query is multiplied by plain keys instead.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class TritonBackend:
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(_OF_SOME), **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "SIZE": block_size,
-            **dict(zip(("K_AS", "V_AS"), state.stored_as, strict=True)),
+            "K_AS": state.format.key, "V_AS": state.format.value,
             "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
@@ -223,7 +223,7 @@ class TritonBackend:
             if agrees:
                 yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": True}, ALONE_OPTIONS)
         if state.selects:
-            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.packed)
+            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0, packed=state.format.packed)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             if hasattr(self.kernels, "vote"):
                 yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)
@@ -231,7 +231,7 @@ class TritonBackend:
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        attends = arguments | dense | sizes.attend(rope, packed=state.packed)
+        attends = arguments | dense | sizes.attend(rope, packed=state.format.packed)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if in_blocks is not None:
             yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": in_blocks.blocks}, TAKE_OPTIONS)

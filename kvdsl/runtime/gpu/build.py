@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvdsl.build.row import Row
+from kvdsl.build import Row
 from kvdsl.errors import KvdslError
 from kvdsl.memory import dtypes_of
 from kvdsl.runtime.gpu.attend import attend

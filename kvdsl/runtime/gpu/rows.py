@@ -15,8 +15,8 @@ from kvdsl.runtime.gpu.launch import on
 from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.layers import places_of, put
 from kvdsl.runtime.state.layout import SlotAfterSlot
-from kvdsl.runtime.state.rows import places_of, put
 from kvdsl.runtime.state.slots import SlotState
 
 Shared = dict[tuple[int, tuple[Any, ...]], dict[str, Tensor]]

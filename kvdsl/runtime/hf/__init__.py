@@ -7,6 +7,7 @@
 - `generation`: hooks in `generate`.
 - `watch`: what a cache records in these hooks, and what it refuses.
 - `layer`: one layer's slots as a transformers cache layer.
+- `layers`: the layers of a cache, by kind.
 - `checks`: checks of a layer's forward.
 - `models`: which models can be served, and which KV heads a process has.
 - `admission`: preparation of a model, with a self-test.

@@ -22,6 +22,7 @@ from kvdsl.runtime.hf.admission import KEEP_EVERYTHING
 from kvdsl.runtime.hf.checks import check_dtype
 from kvdsl.runtime.hf.html import cache_html
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer
+from kvdsl.runtime.hf.layers import Layers
 from kvdsl.runtime.hf.models import (
     execution_device,
     head_offset,
@@ -40,7 +41,6 @@ from kvdsl.runtime.lifetimes import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layers import introduce, slot_state
 from kvdsl.runtime.state.settings import Settings
-from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
 NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
@@ -91,21 +91,9 @@ class KVCache(Linked, Cache):
         Settings(spec, params).refuse_hopeless()
         seed = random_seed(seed)
         model = unwrap(model)
-        backends = self._prepare(model, spec, backend)
+        backends = _prepared(model, spec, backend)
         self._begin(model, spec, params, backends, seed)
         self._supplying.use(model, spec, supplied)
-
-    @staticmethod
-    def _prepare(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
-        """Prepare the model and its backends."""
-        check_dtype(model.dtype)
-        refuse_agreement(model, spec)
-        backends = _Backends(spec, backend)
-        backends.prepare(model)
-        admission.admit(
-            model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend())
-        )
-        return backends
 
     @classmethod
     def assemble(
@@ -129,7 +117,6 @@ class KVCache(Linked, Cache):
         if spec.tensors is not None:
             spec.tensors.check(sizes(self._config, len(layers)))
         rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
-        own = list[SlotLayer]()
         for index, window in managed_windows(model).items():
             state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
@@ -138,11 +125,11 @@ class KVCache(Linked, Cache):
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
-            own.append(layer)
-        self._sync.is_alone = len(own) == len(layers)
-        self._watch = Watch(self._sync, own)
-        introduce(layer.state for layer in own)
         super().__init__(layers=layers)
+        self._layers = Layers(self.layers)
+        self._sync.is_alone = not self._layers.native
+        self._watch = Watch(self._sync, self._layers.managed)
+        introduce(layer.state for layer in self._layers.managed)
 
     # -- inspection ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +139,7 @@ class KVCache(Linked, Cache):
         Raises:
             KvdslError: if the layer is not managed, or nothing is cached.
         """
-        return self._state(layer).position.clone()
+        return self._layers.state(layer).position.clone()
 
     def state(self, layer: int) -> dict[str, Tensor]:
         """Return the policy's state columns by name, float32 [batch, kv_heads, slots] each. Copies.
@@ -163,46 +150,23 @@ class KVCache(Linked, Cache):
         Raises:
             KvdslError: if the layer is not managed, or nothing is cached.
         """
-        state = self._state(layer)
+        state = self._layers.state(layer)
         columns = state.columns.clone()
         rings = {name: ring.movedim(0, -1) for name, ring in state.column_index.rings(columns).items()}
         return state.column_index.single(columns) | rings
 
-    def _state(self, layer: int) -> SlotState:
-        found = self._managed_layer(layer)
-        if not found.state.allocated:
-            raise KvdslError("nothing is cached yet: generate, or run the model once with this cache")
-        return found.state
-
-    def _managed_layer(self, layer: int) -> SlotLayer:
-        if not -len(self.layers) <= layer < len(self.layers):
-            raise KvdslError(f"there is no layer {layer}: the model has {len(self.layers)} (0 to {len(self.layers) - 1})")
-        found = self.layers[layer]
-        if not isinstance(found, SlotLayer):
-            raise KvdslError(f"layer {layer} is transformers' own {type(found).__name__}; the policy manages {self.managed}")
-        return found
-
     @property
     def managed(self) -> list[int]:
         """The layers that the policy manages."""
-        return [layer.state.layer for layer in self._served]
-
-    @property
-    def _served(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
-
-    @property
-    def _native(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+        return self._layers.indices
 
     def bytes(self) -> int:
         """Return the size of the cache in bytes, transformers' own layers included."""
-        return sum(layer.bytes() for layer in self._served) + sum(map(native_bytes, self._native))
+        return self._layers.bytes()
 
     def __repr__(self) -> str:
         params = [f"{name}={spelled(value)}" for name, value in self._params.items() if value is not None]
-        first = self._served[0]
+        first = self._layers.managed[0]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
         if first.state.allocated:
@@ -210,11 +174,11 @@ class KVCache(Linked, Cache):
         return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
-        return cache_html(repr(self).strip("<>"), self._served)
+        return cache_html(repr(self).strip("<>"), self._layers.managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """Copy the cache, for instance to continue one prompt several times."""
-        backends = (layer.backend for layer in self._served)
+        backends = (layer.backend for layer in self._layers.managed)
         for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
         return super().__deepcopy__(memo)
@@ -258,7 +222,7 @@ class KVCache(Linked, Cache):
         memory = kept.pop("_memory")
         self.__dict__.update(kept)
         self._spec = self.spec.with_memory(memory)
-        for layer in self._served:
+        for layer in self._layers.managed:
             layer.state.follow(self._spec)
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
@@ -277,7 +241,7 @@ class KVCache(Linked, Cache):
         left = dict(self._left)
         backend = left.pop("backend")
         saving.refuse_another(model, left)
-        self._choose = self._prepare(model, self._spec, backend)
+        self._choose = _prepared(model, self._spec, backend)
         fresh = type(self).assemble(model, self._spec, self._params, self._choose)
         self._config = fresh._config
         self._sync.attach(model)
@@ -299,13 +263,12 @@ class KVCache(Linked, Cache):
             KvdslError: if the cache was loaded and is not attached to a model.
         """
         self._sync.require_model()
-        fresh = native_layers(self._config)
         self._supplying.forget()
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, SlotLayer):
-                layer.reset()
-            else:  # transformers 4.57 only zeroes such a layer
-                self.layers[index] = fresh[index]
+        for layer in self._layers.managed:
+            layer.reset()
+        for index, native in enumerate(native_layers(self._config)):  # transformers 4.57 only zeroes such a layer
+            if index not in self.managed:
+                self.layers[index] = native
 
     def reserve(self) -> None:
         """Allocate the whole budget now, and at the end of every later prompt.
@@ -314,7 +277,7 @@ class KVCache(Linked, Cache):
         `torch.compile` if the budget is larger, or to see a lack of memory at once. On accelerators a cache always reserves. Layers that
         never evict grow in any case.
         """
-        for layer in self._served:
+        for layer in self._layers.managed:
             layer.state.reserve()
 
     def expect_prompt(self, tokens: int) -> None:
@@ -325,7 +288,7 @@ class KVCache(Linked, Cache):
         """
         if not is_whole(tokens, 1):
             raise KvdslError(f"`tokens` is {tokens!r}; give how many tokens the prompt will have, 1 or more")
-        for layer in self._served:
+        for layer in self._layers.managed:
             if layer.length:
                 raise KvdslError(
                     "a prompt has come already: call `cache.reset()` first, and then say how long the next one will be"
@@ -343,7 +306,7 @@ class KVCache(Linked, Cache):
             KvdslError: if the policy does not manage the layer or read the value, or if it is not a float tensor. Sizes are checked in the
                 forward.
         """
-        self._supplying.give(self._managed_layer(layer).state, values)
+        self._supplying.give(self._layers.managed_layer(layer).state, values)
 
     def mark(self, span: str, /, start: int, end: int | None = None, *, row: int | None = None) -> None:
         """Mark a range of the text as one of the policy's spans. Tokens in it may be cached already or come later.
@@ -359,10 +322,10 @@ class KVCache(Linked, Cache):
         Raises:
             KvdslError: if the policy reads no such span, or the range is invalid.
         """
-        first = self._served[0]
+        first = self._layers.managed[0]
         self._supplying.marks.add(self._spec, span, start, end, row, first.batch_size)
-        for layer in self._served:
-            layer.mark_cached()
+        for layer in self._layers.managed:
+            layer.supplying.marks.mark_cached(layer.state)
 
     def end_turn(self, at: int | None = None) -> None:
         """Mark the end of a chat turn. The policy may evict now.
@@ -376,12 +339,12 @@ class KVCache(Linked, Cache):
             KvdslError: if nothing is cached, or the position is not one of the text to come. A position that the next forward does not
                 reach raises an error in that forward.
         """
-        length = self._served[0].length
+        length = self._layers.managed[0].length
         if at is None and not length:
             raise KvdslError("nothing is cached yet, so that no turn has ended")
         if at is not None and not is_whole(at, 1):
             raise KvdslError(f"`at` is {at!r}; give a place in the text of one row, 1 or more")
-        for layer in self._served:
+        for layer in self._layers.managed:
             layer.end_turn(at)
 
     @contextmanager
@@ -409,12 +372,12 @@ class KVCache(Linked, Cache):
             KvdslError: if the cache has fewer tokens, some belong to the prompt or were not recorded, or if it is not an int. Nothing is
                 changed then.
         """
-        native, removed = self._native, 0
-        for own in self._served:  # check all layers before changing any
+        native, removed = self._layers.native, 0
+        for own in self._layers.managed:  # check all layers before changing any
             removed = own.undo.to_remove(own.length, tokens_to_remove, noted_only=bool(native))
         for layer in native:
             roll_back(layer, removed)
-        for own in self._served:
+        for own in self._layers.managed:
             own.crop(-removed)
             if any(sliding_window(layer) is not None for layer in native):  # sliding windows can go back no further
                 own.undo.forget()
@@ -433,9 +396,9 @@ class KVCache(Linked, Cache):
         """
         speculation.refuse_unrecordable(self._spec, self.layers)
         noted = speculation.check_steps(steps)
-        for own in self._served:
+        for own in self._layers.managed:
             own.undo.record(noted)
-        for layer in self._native:
+        for layer in self._layers.native:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
@@ -461,9 +424,11 @@ class _Backends:
             self(device, model.dtype)
 
 
-def native_bytes(layer: Any) -> int:
-    """Return the size of one of transformers' own layers in bytes."""
-    tensors: list[Any] = []
-    for value in vars(layer).values():
-        tensors += value.values() if isinstance(value, dict) else [value]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+def _prepared(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
+    """Prepare a model and its backends."""
+    check_dtype(model.dtype)
+    refuse_agreement(model, spec)
+    backends = _Backends(spec, backend)
+    backends.prepare(model)
+    admission.admit(model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend()))
+    return backends

@@ -56,6 +56,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     Attributes:
         state: the slots.
+        index: the layer's number in the model.
         sync: what the layers of the cache share.
         undo: records of the last steps.
         window: the number of tokens that a query sees, or None.
@@ -82,6 +83,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.state = state
+        self.index = state.layer
         self.sync = sync
         self.undo = Undo(state)
         self.window = window
@@ -107,11 +109,6 @@ class SlotLayer(Linked, CacheLayerMixin):
             self.backend = self._choose(self.state.position.device, self.state.dtype)
             if not self.state.room.grows:
                 stays_where_it_is(*self.state.tensors().values())
-
-    @property
-    def index(self) -> int:
-        """The layer's number in the model."""
-        return self.state.layer
 
     @property
     def length(self) -> int:
@@ -201,7 +198,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self.turn_ends = []
         # Under autocast, queries and keys are float32 after the rotation. The cache keeps its own dtype.
         wanted = call.value.dtype
-        call = call.cast(self.state.dtype if self.state.allocated or self.state.packed else wanted)
+        call = call.cast(self.state.dtype if self.state.allocated or self.state.format.packed else wanted)
         if self.undo.log is None:
             out = self._serve(call)
         else:
@@ -339,7 +336,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         left = self.length - removed
         with plain_tensors():
             self.undo.take_back(self.length, removed)
-        self.mark_cached()  # returned tokens may have been marked since
+        self.supplying.marks.mark_cached(self.state)  # returned tokens may have been marked since
         self.counted = left
         self.sync.add(self, -removed)
 
@@ -353,12 +350,6 @@ class SlotLayer(Linked, CacheLayerMixin):
         with plain_tensors():
             end_turn(self.state)
         self.undo.forget()
-
-    def mark_cached(self) -> None:
-        """Update the cached tokens' spans."""
-        if self.state.allocated and self.state.spec.spans:
-            with plain_tensors():
-                self.supplying.marks.mark_cached(self.state)
 
     def offload(self) -> NoReturn:
         """Refuse: the slots are small enough to stay.

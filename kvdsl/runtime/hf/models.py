@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,14 +58,11 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def sizes(config: Any, layers: int) -> dict[str, int]:
     """Return a model's sizes from its config, by the axes of tensors. The first keys give the rest."""
-    found = {
-        "layers": layers,
-        "heads": getattr(config, "num_key_value_heads", None),
-        "dims": getattr(config, "head_dim", None),
-    }
-    if isinstance(found["heads"], int) and isinstance(getattr(config, "num_attention_heads", None), int):
-        found["group"] = config.num_attention_heads // found["heads"]
-    return {axis: size for axis, size in found.items() if isinstance(size, int)}
+    names = {"heads": "num_key_value_heads", "dims": "head_dim", "group": "num_attention_heads"}
+    told = {axis: getattr(config, name, None) for axis, name in names.items()}
+    found = {"layers": layers} | {axis: size for axis, size in told.items() if isinstance(size, int)}
+    query_heads = found.pop("group", None)
+    return found | ({"group": query_heads // found["heads"]} if query_heads is not None and "heads" in found else {})
 
 
 def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
@@ -100,9 +97,12 @@ def rope_types(config: Any) -> set[str]:
 
 def rotary_scalings(config: Any) -> list[dict[str, Any]]:
     """Return the RoPE scaling settings in the config, for all kinds of layers."""
-    scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    scalings = [found for found in scaling if isinstance(found, dict)]
-    return scalings + [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
+    whole = _dicts(getattr(config, name, None) for name in ("rope_scaling", "rope_parameters"))
+    return whole + _dicts(part for scaling in whole for part in scaling.values())
+
+
+def _dicts(values: Iterable[Any]) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)]
 
 
 def changes_frequencies(model: PreTrainedModel) -> bool:

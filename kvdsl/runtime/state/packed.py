@@ -13,9 +13,43 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.memory import GROUP
+from kvdsl.memory import GROUP, dtypes_of
+from kvdsl.runtime.state.tensors import PACKED
 
 _SMALLEST = 2.0**-126
+
+
+class Format:
+    """How a cache stores keys and values: as the model gives them, or as rows of bytes.
+
+    Attributes:
+        key, value: the storage types of keys and of values, see `kvdsl.memory.KV_DTYPES`.
+        packed: whether they are rows of bytes. Computations with them are then in float32.
+    """
+
+    def __init__(self, kv_dtype: str) -> None:
+        self.key, self.value = dtypes_of(kv_dtype)
+        self.packed = kv_dtype != "model"
+
+    def rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert keys and values, [..., dim], to the storage format."""
+        return (pack(key, self.key), pack(value, self.value)) if self.packed else (key, value)
+
+    def rows_by_name(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Return both in the storage format, under the names in `PACKED`; empty if they are not packed."""
+        return dict(zip(PACKED, self.rows(key, value), strict=True)) if self.packed else {}
+
+    def keys(self, rows: Tensor) -> Tensor:
+        """Convert stored rows to keys, [..., dim]."""
+        return unpack(rows, self.key) if self.packed else rows
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Convert stored rows to values, [..., dim]."""
+        return unpack(rows, self.value) if self.packed else rows
+
+    def dims(self, key: int, value: int) -> tuple[int, int]:
+        """Return the dims of a key and of a value from the lengths of their rows."""
+        return (dims_of(key, self.key), dims_of(value, self.value)) if self.packed else (key, value)
 
 
 def pack(x: Tensor, kv_dtype: str) -> Tensor:

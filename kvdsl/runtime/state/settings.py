@@ -135,6 +135,14 @@ class Settings(Linked):
         numbers = self.served() if self.spec.reuses else []
         return int(self.named(numbers[0])["chooser"][0]) if numbers else -1
 
+    def while_decoding(self, numbers: Tensor) -> tuple[Tensor, bool]:
+        """Return the numbers for decoding, and whether it may evict. A policy that evicts in the prompt only has no capacity there."""
+        if self.spec.bounded and self.spec.when == "prefill":
+            numbers = numbers.clone()
+            numbers[..., self.spec.numbers.index("capacity")] = torch.inf
+            return numbers, False
+        return numbers, self.spec.bounded and self.table(numbers).evicts
+
     # -- how many tokens a head holds ----------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.memory import dtypes_of
 from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.columns import ColumnIndex
 from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
 from kvdsl.runtime.state.order import FREE, in_text_order, ranks, text_order
-from kvdsl.runtime.state.packed import dims_of, pack, unpack
+from kvdsl.runtime.state.packed import Format
 from kvdsl.runtime.state.room import Room
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.shared import Choices, Together
@@ -35,7 +34,6 @@ from kvdsl.runtime.state.tensors import (
     stays_where_it_is,
     with_rows,
 )
-from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
 
 
 class SlotState(Linked):
@@ -65,7 +63,8 @@ class SlotState(Linked):
         constants [rows, kv_heads, key_dim] float32: this layer's part, in the order of the policy's `tensor` lines; see `Tensors.rows`.
 
     Attributes:
-        layout: where keys and values lie.
+        format: how keys and values are stored.
+        layout: where they lie.
         room: plans the number of slots.
         column_index: which rows of `columns` hold what.
         declared: the declaration of every tensor by name, the layout's included.
@@ -98,7 +97,7 @@ class SlotState(Linked):
     rank: Tensor
     length: Tensor
     half_keys: Tensor
-    constants: Tensor
+    constants: Tensor = NOTHING
     sketch_keys: Tensor
     page_bounds: Tensor
     copied: Tensor
@@ -117,6 +116,7 @@ class SlotState(Linked):
         seed: int = 0,
     ) -> None:
         self.spec = spec
+        self.format = Format(spec.kv_dtype)
         self.layout = SlotAfterSlot() if layout is None else layout
         self.settings = Settings(spec, params, layer, layers)
         self.room = Room(self.settings)
@@ -209,36 +209,6 @@ class SlotState(Linked):
         came = (seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)) if self.allocated else None
         return numbers if came is None else torch.where(came, numbers, self.numbers)
 
-    # -- constants -----------------------------------------------------------------------------------------------------
-
-    def read_constants(self, key: Tensor, value: Tensor) -> None:
-        """Read this layer's part of the policy's tensors, once, for keys and values like these, [batch, kv_heads, tokens, dim].
-
-        Raises:
-            KvdslError: if the tensors do not fit the model, or if the file has changed.
-        """
-        if self.spec.tensors is None or self.constants.shape != NOTHING.shape:
-            return
-        if self.spec.tensors_of_values and key.shape[3] != value.shape[3]:
-            raise KvdslError(
-                f"{self.spec.name} multiplies values by tensors that have a number for every dim of a key, but keys have {key.shape[3]} "
-                f"dims and values {value.shape[3]}"
-            )
-        heads = slice(self.head_offset, self.head_offset + key.shape[1])
-        sizes = {
-            "layers": self.settings.layers,
-            "heads": max(heads.stop, key.shape[1] * self.processes),
-            "dims": key.shape[3],
-        }
-        self.constants = self.spec.tensors.rows(self.layer, sizes, heads).to(key.device)
-        self.settings.heads = heads
-
-    def constants_of(self, heads: slice = slice(None)) -> Constants:
-        """Return the policy's tensors for some of the KV heads."""
-        if self.spec.tensors is None:
-            return NO_CONSTANTS
-        return Constants({name: rows[heads] for name, rows in self.spec.tensors.by_name(self.constants).items()})
-
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None) -> None:
@@ -250,7 +220,9 @@ class SlotState(Linked):
         """
         position = kept["position"]
         filled = int((position >= 0).sum(-1).max()) if staying is None else staying[1]
-        numbers = self._after_prompt(numbers)
+        numbers, self.evicts = self.settings.while_decoding(numbers)
+        chooses = not self.spec.reuses or (self.choices is not None and self.choices.chooser == self.layer)
+        self.selects = self.spec.selects and chooses and self.settings.table(numbers).selects
         slots = self.room.plan(numbers, filled, position.device, evicts=self.evicts)
         if self.spec.sketches:
             self.prompt = holding(self.prompt, torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
@@ -262,23 +234,13 @@ class SlotState(Linked):
         )
         order = None if tidy else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
-        if self.packed:
+        if self.format.packed:
             kept = kept | {name: kept[rows] for name, rows in zip(("keys", "values"), PACKED, strict=True)}
         self.layout.lay_out(self, kept, order)
         self.forget_copies()
         self.allocated = True
         if not self.room.grows:
             stays_where_it_is(*self.tensors().values())
-
-    def _after_prompt(self, numbers: Tensor) -> Tensor:
-        """Return the numbers for decoding. A policy that evicts in the prompt only has no capacity there."""
-        self.evicts = self.spec.bounded and self.settings.table(numbers).evicts
-        if self.spec.bounded and self.spec.when == "prefill":
-            self.evicts, numbers = False, numbers.clone()
-            numbers[..., self.spec.numbers.index("capacity")] = torch.inf
-        chooses = not self.spec.reuses or (self.choices is not None and self.choices.chooser == self.layer)
-        self.selects = self.spec.selects and chooses and self.settings.table(numbers).selects
-        return numbers
 
     def make_room(self, tokens: int) -> None:
         """Grow, if needed, before `tokens` more are placed."""
@@ -342,49 +304,25 @@ class SlotState(Linked):
         return self.position.shape[-1]
 
     @property
-    def packed(self) -> bool:
-        """Whether keys and values are quantized. Computations with them are then in float32."""
-        return self.spec.kv_dtype != "model"
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which keys and values are computed with."""
-        return torch.float32 if self.packed else self.layout.dtype
+        return torch.float32 if self.format.packed else self.layout.dtype
 
     @property
     def dims(self) -> tuple[int, int]:
         """Dims of a key and of a value."""
         key, value = self.layout.key_pool.shape[-1], self.layout.value_pool.shape[-1]
-        return (dims_of(key, self.stored_as[0]), dims_of(value, self.stored_as[1])) if self.packed else (key, value)
+        return self.format.dims(key, value)
 
     @property
     def keys(self) -> Tensor:
         """[batch, kv_heads, slots, key_dim]; a copy if they are packed or not in slot order."""
-        rows = self.layout.keys(self.slots)
-        return unpack(rows, self.stored_as[0]) if self.packed else rows
+        return self.format.keys(self.layout.keys(self.slots))
 
     @property
     def values(self) -> Tensor:
         """[batch, kv_heads, slots, value_dim]; a copy if they are packed or not in slot order."""
-        rows = self.layout.values(self.slots)
-        return unpack(rows, self.stored_as[1]) if self.packed else rows
-
-    @property
-    def stored_as(self) -> tuple[str, str]:
-        """The storage types of keys and of values, see `kvdsl.memory.KV_DTYPES`."""
-        return dtypes_of(self.spec.kv_dtype)
-
-    def rows_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert keys and values, [..., dim], to the storage format."""
-        return (pack(key, self.stored_as[0]), pack(value, self.stored_as[1])) if self.packed else (key, value)
-
-    def packed_rows(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-        """Return both in the storage format, under the names in `PACKED`; empty if they are not packed."""
-        return dict(zip(PACKED, self.rows_of(key, value), strict=True)) if self.packed else {}
-
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert stored rows, [..., dim], to keys and values."""
-        return (unpack(keys, self.stored_as[0]), unpack(values, self.stored_as[1])) if self.packed else (keys, values)
+        return self.format.values(self.layout.values(self.slots))
 
     @property
     def declared(self) -> dict[str, Declared]:
@@ -408,10 +346,10 @@ class SlotState(Linked):
 
     def in_slots(self) -> dict[str, Tensor]:
         """Return the tensors in slot order, named in `SLOT_DIM`; with packed rows also those in `PACKED`."""
-        if not self.packed:
+        if not self.format.packed:
             return {name: getattr(self, name) for name in SLOT_DIM}
         rows = dict(zip(PACKED, (self.layout.keys(self.slots), self.layout.values(self.slots)), strict=True))
-        read = dict(zip(("keys", "values"), self.read(*rows.values()), strict=True))
+        read = {"keys": self.format.keys(rows["key_rows"]), "values": self.format.values(rows["value_rows"])}
         return {name: read[name] if name in read else getattr(self, name) for name in SLOT_DIM} | rows
 
     def bytes(self) -> int:

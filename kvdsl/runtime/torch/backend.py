@@ -140,7 +140,7 @@ def _free_slot(state: SlotState) -> Tensor:
 
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> AttentionCall:
     """Write the new token into its slot; padding writes nothing. Returns the call with key and value as stored."""
-    rows = state.rows_of(call.key, call.value)
+    rows = state.format.rows(call.key, call.value)
     state.layout.write(slot, *rows, real)
     if state.spec.rope_cached and call.rope is not None:
         at, new = slot[..., None].expand(-1, -1, -1, state.half_keys.shape[-1]), call.rope.rotate_half(call.key)
@@ -152,8 +152,7 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings need no initial value
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
-    key, value = state.read(*rows)
-    return call._replace(key=key, value=value)
+    return call._replace(key=state.format.keys(rows[0]), value=state.format.values(rows[1]))
 
 
 def _start_averages(state: SlotState, slot: Tensor, real: Tensor) -> None:

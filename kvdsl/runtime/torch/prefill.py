@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.state.order import FREE, text_order
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.tensors import SLOT_DIM, taken
+from kvdsl.runtime.state.tensors import NOTHING, SLOT_DIM, taken
 from kvdsl.runtime.torch import dense, eviction, selection, statistics
 from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.eviction import Held
@@ -95,7 +96,7 @@ def _prefill(
 ) -> Tensor:
     """Compute a prompt. With `later`, checks are deferred to it."""
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
-    state.read_constants(call.key, call.value)
+    _read_constants(state, call)
     position = new_positions(state, call)
     before = seen_before(state, call)
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
@@ -223,6 +224,26 @@ def _encode(
     return kept, out
 
 
+def _read_constants(state: SlotState, call: AttentionCall) -> None:
+    """Read the layer's part of the policy's tensors, once.
+
+    Raises:
+        KvdslError: if the tensors do not fit the model, or if the file has changed.
+    """
+    spec, heads, dims = state.spec, call.key.shape[1], call.key.shape[3]
+    if spec.tensors is None or state.constants.shape != NOTHING.shape:
+        return
+    if spec.tensors_of_values and dims != call.value.shape[3]:
+        raise KvdslError(
+            f"{spec.name} multiplies values by tensors that have a number for every dim of a key, but keys have {dims} dims and values "
+            f"{call.value.shape[3]}"
+        )
+    served = slice(state.head_offset, state.head_offset + heads)
+    sizes = {"layers": state.settings.layers, "heads": max(served.stop, heads * state.processes), "dims": dims}
+    state.constants = spec.tensors.rows(state.layer, sizes, served).to(call.key.device)
+    state.settings.heads = served
+
+
 def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_position: Tensor) -> Kept:
     """Append a slot for every new token to the cached ones. Keys and values are as the model passed them, or as stored if packed."""
     batch, heads, tokens, _ = call.key.shape
@@ -230,10 +251,9 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
     for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings need no initial value
         if INITIAL[rule]:
             column.fill_(INITIAL[rule])
-    rows = state.packed_rows(call.key, call.value)
+    rows = state.format.rows_by_name(call.key, call.value)
     if rows:
-        key, value = state.read(*rows.values())
-        call = call._replace(key=key, value=value)
+        call = call._replace(key=state.format.keys(rows["key_rows"]), value=state.format.values(rows["value_rows"]))
     place(state, call, columns)
     position = new_position[:, None].expand(batch, heads, tokens).contiguous()
     new = {"keys": call.key, "values": call.value, "position": position, "columns": columns} | rows

@@ -126,7 +126,7 @@ class Prompt:
         view.live = self.live[rows, heads, tokens, None].float()
         seed, layer, first_head = view.random_key
         view.random_key = (seed, layer, first_head + heads.start)
-        view.constants = self.state.constants_of(heads)
+        view.constants = view.constants.of_heads(heads)
         return view
 
     def tiles(self, first: int, entries: int) -> Iterator[tuple[slice, slice, slice]]:

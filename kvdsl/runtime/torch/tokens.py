@@ -14,7 +14,7 @@ from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
-from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
+from kvdsl.runtime.tensors import NO_CONSTANTS, Constants, constants_of
 from kvdsl.runtime.torch.numerics import sqrt
 
 _BLOCK = 1 << 19
@@ -48,7 +48,7 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.column_index.single(columns), call.key.shape[2]
-    constants = state.constants_of()
+    constants = constants_of(state.spec.tensors, state.constants)
     given: dict[str, Tensor] = {}
     if state.spec.supplied:
         names = (name for name, _ in state.spec.supplied)

@@ -18,7 +18,7 @@ from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.columns import size_name, valid
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.tensors import NO_CONSTANTS, Constants
+from kvdsl.runtime.tensors import NO_CONSTANTS, Constants, constants_of
 from kvdsl.runtime.torch.numerics import counter_random, masked_reduce, sqrt
 from kvdsl.runtime.torch.pages import Pages, page_of
 from kvdsl.runtime.torch.vectors import Rotation, Sketch
@@ -373,7 +373,7 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         group=state.spec.group,
         random_key=(state.seed, state.layer, state.head_offset),
         rings=state.column_index.rings(kept["columns"]),
-        constants=state.constants_of(),
+        constants=constants_of(state.spec.tensors, state.constants),
         sketch=Sketch(state.sketch, kept["keys"].shape[-1]) if state.sketch.dim() > 1 else None,
         factor=state.scaling,
         rope=state.rope,

@@ -87,7 +87,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "position": torch.arange(filled, dtype=torch.int32, device=device).expand(heads).contiguous(),
         "columns": columns,
     }
-    kept |= state.packed_rows(kept["keys"], kept["values"])
+    kept |= state.format.rows_by_name(kept["keys"], kept["values"])
     state.room.reserves = True
     state.store(kept, prompt, numbers)
     if spec.sketches:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvdsl.build.cache import cache_folder_at
+from kvdsl.build import cache_folder_at
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
