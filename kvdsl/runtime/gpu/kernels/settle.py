@@ -450,7 +450,7 @@ def settle_prompt(
     lowest, where, _ = rank_slots(
         own_numbers, own_columns, column_stride, position, work, kept, None, None, None, None, constants, row, pair,
         head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
-        False, True, 1, 1, False, 0, "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
+        False, True, 1, 1, False, 0, "model", "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()
     _, victim = evicting.leaves_first(lowest, where)
