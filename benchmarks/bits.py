@@ -26,7 +26,7 @@ from kvdsl.generation.text import read_text
 from kvdsl.loading import load
 from kvdsl.runtime.hf.versions import with_cache
 
-KV_DTYPES = ("model", "int8", "int4")
+KV_DTYPES = ("model", "int8", "int8/int4", "int4")
 
 
 @click.command(help=__doc__)
