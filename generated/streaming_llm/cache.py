@@ -46,7 +46,8 @@ class StreamingLLMCache(KVCache):
         storage: memory layout of slots, `in_place`, `blocks` or `blocks:16`. Default: as in the .kv file, else `in_place`.
         rope: under compact positions, rotate keys when they are read (`fused`), or cache rotated halves (`cached`). Default: as in the .kv
             file, else `fused`.
-        kv_dtype: storage dtype of keys and values, `int8`, `int4` or `fp8`. Default: the model's dtype.
+        kv_dtype: storage dtype of keys and values, `int8`, `int4` or `fp8`, or two for keys and values: `int8/int4`. Default:
+            the model's dtype.
         backend: `auto`, `cpu` (C++), `triton` or `torch`.
         seed: for `random()`.
     """

@@ -140,7 +140,7 @@ def depths_table() -> str:
     return table(("policy", *(f"{depth:.0%} of the way in" for depth in depths)), lines)
 
 
-BITS = (("model", 64), ("int8", 64), ("int4", 64), ("int8", 119), ("int4", 204))
+BITS = (("model", 64), ("int8", 64), ("int8/int4", 64), ("int4", 64), ("int8", 119), ("int8/int4", 153), ("int4", 204))
 """Records of perplexities: the cache's `kv_dtype`, and the budget."""
 
 
@@ -148,7 +148,7 @@ def bits_table() -> str:
     """Perplexities by bits and budget, and of how many stretches each is lower than that of the first."""
     losses = {}
     for column, (kv_dtype, budget) in enumerate(BITS):
-        record = json.loads((ROOT / "results" / "kv_dtype" / f"{kv_dtype}_{budget}.json").read_text(encoding="utf-8"))
+        record = _in_bits(kv_dtype, budget)
         losses |= {(row["policy"], column): row["losses"] for row in record["rows"]}
     policies = dict.fromkeys(policy for policy, _ in losses)
 
@@ -168,8 +168,8 @@ def facts_table() -> str:
     """Facts found by bits and budget, of both tasks together."""
     found: dict[str, list[str]] = {}
     heads = []
-    for kv_dtype, budget in (BITS[0], *BITS[3:]):
-        record = json.loads((ROOT / "results" / "kv_dtype" / f"facts_{kv_dtype}_{budget}.json").read_text(encoding="utf-8"))
+    for kv_dtype, budget in (BITS[0], *BITS[4:]):
+        record = _in_bits(kv_dtype, budget, "facts_")
         trials = [record["trials"] * len(row["depths"]) for row in record["rows"]]
         right = defaultdict(float)
         for row, count in zip(record["rows"], trials, strict=True):
@@ -178,6 +178,12 @@ def facts_table() -> str:
             found.setdefault(policy, []).append(f"{number:.0f}")
         heads.append(f"{_named(kv_dtype)}, {budget}")
     return table(("policy", *heads), ((f"`{policy}`", *numbers) for policy, numbers in found.items()))
+
+
+def _in_bits(kv_dtype: str, budget: int, kind: str = "") -> Any:
+    """Return a record of `results/kv_dtype`."""
+    name = f"{kind}{kv_dtype.replace('/', '-')}_{budget}.json"
+    return json.loads((ROOT / "results" / "kv_dtype" / name).read_text(encoding="utf-8"))
 
 
 def _named(kv_dtype: str) -> str:

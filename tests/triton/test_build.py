@@ -122,10 +122,11 @@ def test_other_shapes_spill_next_to_nothing(
 @pytest.mark.parametrize("kv_dtype", [*KV_DTYPES[1:], "int8/int4"])
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas", "quest"])
 def test_fewer_bits_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str, kv_dtype: str) -> None:
-    """Two numbers, where a query attends to a selection in `int4`."""
+    """Where a query attends to a selection: two numbers in `int4`, eight with keys in another type."""
     rows = run(capsys, "build", policy, "--kv-dtype", kv_dtype, "--target", "cuda:90", "--json").json()["rows"]
     assert [row["kernel"] for row in rows] == kernels_for(policy)
-    assert all(row["spills"] <= (8 if row["kernel"] == "attend" and kv_dtype == "int4" else 0) for row in rows)
+    most = {"int4": 8, "int8/int4": 32}.get(kv_dtype, 0)
+    assert all(row["spills"] <= (most if row["kernel"] == "attend" else 0) for row in rows)
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
