@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import (
-    CLEAN,
-    FINDINGS,
-    exit_code,
-    finish,
-    json_option,
-    kv_files,
-    print_json,
-    report,
-)
+from kvdsl.cli.common import CLEAN, FINDINGS, exit_code, finish, json_option, kv_files, print_json, report
 from kvdsl.errors import KvdslError
 from kvdsl.files import is_standard_input
 from kvdsl.source import SourceFile

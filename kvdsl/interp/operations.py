@@ -10,15 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvdsl.interp.attention import (
-    Attention,
-    Call,
-    at_ranks,
-    attend,
-    rank_distances,
-    selected,
-    sketch_dims,
-)
+from kvdsl.interp.attention import Attention, Call, at_ranks, attend, rank_distances, selected, sketch_dims
 from kvdsl.interp.evaluate import (
     Array,
     Mask,

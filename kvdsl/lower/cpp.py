@@ -9,18 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvdsl.ir.nodes import (
-    Axis,
-    Call,
-    Column,
-    ColumnRef,
-    Expr,
-    Keep,
-    Number,
-    Rank,
-    Reduce,
-    is_reduction,
-)
+from kvdsl.ir.nodes import Axis, Call, Column, ColumnRef, Expr, Keep, Number, Rank, Reduce, is_reduction
 from kvdsl.ir.visitors import children, has, of_query_heads, parts_of, reads, rewrite
 from kvdsl.lower.cpp_expressions import (
     CAN,

@@ -14,17 +14,7 @@ from functools import reduce
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr
 from kvdsl.ir.visitors import mapped, reads
-from kvdsl.lower.expression import (
-    Fragment,
-    NotLowerable,
-    Use,
-    fragment,
-    names_of,
-    spelled,
-    texts,
-    uses_of,
-    whole,
-)
+from kvdsl.lower.expression import Fragment, NotLowerable, Use, fragment, names_of, spelled, texts, uses_of, whole
 from kvdsl.lower.step import START, Eviction, Protection, Step, for_target
 from kvdsl.lower.triton_expressions import (
     CAN,

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Axis, Column, Expr, is_reduction
 from kvdsl.lower.expression import Fragment, OfAllSlots, Use, fragment, hoist, names_of, size_of, uses_of
 from kvdsl.lower.step import Step
-from kvdsl.lower.triton_expressions import (
-    CAN,
-    BlockPrinter,
-    CountPrinter,
-    Pass,
-    number,
-)
+from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Pass, number
 from kvdsl.lower.triton_hooks import indented, times
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}

@@ -13,14 +13,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean
 from kvdsl.helps import Help, add, instead, offer
 from kvdsl.ir.nodes import Axis, Expr
-from kvdsl.ir.ops import (
-    ELEMENTWISE,
-    LOGICAL,
-    NAMED_FUNCTIONS,
-    NAMED_INPUTS,
-    REDUCTIONS,
-    ReductionRow,
-)
+from kvdsl.ir.ops import ELEMENTWISE, LOGICAL, NAMED_FUNCTIONS, NAMED_INPUTS, REDUCTIONS, ReductionRow
 from kvdsl.ir.visitors import depth_of, walk
 from kvdsl.passes.fold import value_of
 from kvdsl.passes.known import known

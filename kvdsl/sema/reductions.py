@@ -15,14 +15,7 @@ from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import axes_of, walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
 from kvdsl.sema import values
-from kvdsl.sema.needs import (
-    Report,
-    compares_slots,
-    differs_by_head,
-    of_query_heads_at_once,
-    reads_heads,
-    reads_text,
-)
+from kvdsl.sema.needs import Report, compares_slots, differs_by_head, of_query_heads_at_once, reads_heads, reads_text
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import habits
