@@ -116,7 +116,7 @@ CONTESTANTS = (
     _contest("decode", "roco", KVDSL, "roco", 1),
     _contest("decode", "snapkv", KVPRESS, "SnapKVPress", 1),
     _contest("bits", "full", TRANSFORMERS, "DynamicCache"),
-    *(_contest("bits", kv_dtype, KVDSL, f"full, {kv_dtype}") for kv_dtype in ("int8", "int4", "fp8")),
+    *(_contest("bits", kv_dtype, KVDSL, f"full, {kv_dtype}") for kv_dtype in ("int8", "int8/int4", "int4", "fp8")),
     *(_contest("bits", bits, TRANSFORMERS, name) for name, (bits, _) in QUANTIZED.items()),
 )
 
