@@ -6,6 +6,11 @@ nats, of the model's distribution under a policy in a `kv_dtype` from that under
 
 benchmarks/bits.py --model smollm2 --out results/kv_dtype/kl_smollm2.json
 benchmarks/bits.py --model qwen2.5-coder-0.5b --dtype fp32 --tokens 257 --stretches 2 --chunk 64 --out results/kv_dtype/kl_qwen.json
+
+With `--largest-bias inf` layers are rounded whatever the bias of their keys:
+
+benchmarks/bits.py --model qwen2.5-coder-0.5b --dtype fp32 --tokens 257 --stretches 2 --chunk 64 --policies full --largest-bias inf \\
+  --out results/kv_dtype/kl_qwen_all.json
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from kvdsl.environment import environment
 from kvdsl.generation.models import load_model, windows
 from kvdsl.generation.text import read_text
 from kvdsl.loading import load
+from kvdsl.runtime import biases
 from kvdsl.runtime.hf.versions import with_cache
 
 KV_DTYPES = ("model", "int8", "int8/int4", "int4")
@@ -37,10 +43,26 @@ KV_DTYPES = ("model", "int8", "int8/int4", "int4")
 @click.option("--tokens", default=512, show_default=True, help="Length of a stretch of the book that ships with kvdsl-lab.")
 @click.option("--stretches", default=6, show_default=True)
 @click.option("--chunk", default=32, show_default=True, help="Tokens that are read at a time.")
+@click.option(
+    "--largest-bias",
+    type=float,
+    default=biases.LARGE,
+    show_default=True,
+    help="In keys that are rounded: a norm / √head_dim.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
-    model: str, dtype: str | None, policies: str, budget: int, tokens: int, stretches: int, chunk: int, out: Path
+    model: str,
+    dtype: str | None,
+    policies: str,
+    budget: int,
+    tokens: int,
+    stretches: int,
+    chunk: int,
+    largest_bias: float,
+    out: Path,
 ) -> None:
+    biases.LARGE = largest_bias
     torch.set_num_threads(1)
     lm, tokenizer = load_model(model, dtype)
     ids = windows(tokenizer, read_text(None), tokens, stretches, apart=True)
@@ -69,7 +91,7 @@ def main(
         })  # fmt: skip
         click.echo(json.dumps(rows[-1]))
     head = {"environment": environment(dtype=str(lm.dtype).removeprefix("torch.")) | {"threads": 1}, "model": model,
-            "tokens": tokens, "stretches": stretches, "chunk": chunk}  # fmt: skip
+            "tokens": tokens, "stretches": stretches, "chunk": chunk, "largest_bias": largest_bias}  # fmt: skip
     out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -189,6 +189,11 @@ class PolicySpec:
         block, cached, kv_dtype = memory
         return self if memory == self.memory else replace(self, block=block, rope_cached=cached, kv_dtype=kv_dtype)
 
+    @property
+    def unrounded(self) -> PolicySpec:
+        """The policy with keys and values in the model's dtype."""
+        return self.with_memory((self.block, self.rope_cached, "model"))
+
     def __post_init__(self) -> None:
         if self.abi != ABI:
             raise ImportError(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.interp.rounding import rounded
 from kvdsl.memory import KV_DTYPES
+from kvdsl.runtime.hf.models import large_biases, managed_windows
 from kvdsl.runtime.hf.versions import with_cache
 from tests.cli.harness import run
 from tests.hf import policies, zoo
@@ -19,7 +24,18 @@ from tests.hf.test_compile import assert_same_slots, decode, whole
 from tests.quick import few
 
 PACKED = (*KV_DTYPES[1:], "int8/int4")
+pytestmark = pytest.mark.filterwarnings(r"ignore:layers \d+ \([\d.]+\) keep the model's dtype")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def biased(norm: float = 300.0, layer: int = 1) -> Any:
+    """A model of three layers, in one of which a KV head's keys have a bias of this norm."""
+    model = zoo.make("Qwen2", num_hidden_layers=3)
+    bias = torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
+    bias[1] *= norm / bias[1].norm()
+    with torch.no_grad():
+        model.model.layers[layer].self_attn.k_proj.bias.copy_(bias.flatten())
+    return model
 
 
 def text(model: Any, ids: Any, cache: Any, **how: Any) -> Any:
@@ -99,14 +115,14 @@ def test_beams_and_padding() -> None:
     assert torch.equal(texts[1][1:, -12:], alone[:, -12:])
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_layers_that_share_a_budget(backend: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "biased"])
+def test_layers_that_share_a_budget(family: str) -> None:
     """What a layer gives away depends on what is stored: C++ and torch keep the same tokens."""
     made = kvdsl.compile(
         'kv 1\npolicy Sharing {\n"a test"\nparam budget = 12\nscore sum(attn)\nwhen prefill\nbudget budget across layers\n}\n'
     )
-    model, ids = zoo.model("llama"), zoo.prompt(1, 40)
-    caches = [made(model, kv_dtype="int4", backend=name) for name in ("torch", backend)]
+    model, ids = zoo.model("llama") if family == "llama" else biased(), zoo.prompt(1, 40)
+    caches = [made(model, kv_dtype="int4", backend=backend) for backend in ("torch", "cpu")]
     assert torch.equal(*(text(model, ids, cache) for cache in caches))
     assert_same_slots(*caches)
     held = [(caches[1].positions(layer) >= 0).sum() for layer in caches[1].managed]
@@ -135,12 +151,129 @@ def test_what_selects(kv_dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", PACKED)
 def test_a_compiled_step_is_an_eager_one(kv_dtype: str, backend: str) -> None:
     torch._dynamo.reset()
-    model = zoo.make("Llama", num_hidden_layers=2)
+    model = biased()
     ours, theirs = (kvdsl.load("roco")(model, budget=16, backend=backend, kv_dtype=kv_dtype) for _ in range(2))
     assert ours.is_compileable
     assert torch.equal(decode(model, whole(model), ours, 12), decode(model, model, theirs, 12))
     assert_same_slots(ours, theirs)
     torch._dynamo.reset()
+
+
+# -- layers whose keys have a large bias ---------------------------------------------------------------------------------
+
+
+class Rounding(DynamicLayer):
+    """A layer of transformers' own whose keys and values the interpreter rounds."""
+
+    kv_dtype = "model"
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        both = (torch.from_numpy(rounded(x.double().numpy(), self.kv_dtype)).float() for x in (key_states, value_states))
+        return super().update(*both, *args, **kwargs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("kv_dtype", few(PACKED, "int4"))
+def test_a_layer_with_a_large_bias_is_not_rounded(kv_dtype: str, backend: str) -> None:
+    """Its keys are the model's, other layers' are rounded, and logits are those of the interpreter's rounding, step by step."""
+    model, ids = biased(), zoo.prompt(1, 24)
+    with pytest.warns(UserWarning, match=rf"^layers 1 \(300\) keep the model's dtype instead of `{kv_dtype}`"):
+        cache = kvdsl.load("full")(model, kv_dtype=kv_dtype, backend=backend)
+    expected = DynamicCache(config=model.config)
+    expected.layers = [Rounding() for _ in range(3)]
+    for layer in (0, 2):
+        expected.layers[layer].kv_dtype = kv_dtype
+    with torch.no_grad():
+        for part in (ids[:, :16], *ids[:, 16:].split(1, dim=1)):
+            ours, theirs = (model(part, **with_cache(one)).logits for one in (cache, expected))
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for layer, found in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.state.keys[:, :, :24], found.keys, rtol=1e-4, atol=1e-4)
+    assert [layer.state.packed for layer in cache.layers] == [True, False, True]
+    assert cache.layers[0].bytes() == cache.layers[2].bytes() < cache.layers[1].bytes() < cache.bytes()
+    assert f"3 layers, 1 of them not in {kv_dtype}" in repr(cache)
+
+
+def test_a_small_bias_is_rounded_with_its_key() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = kvdsl.load("roco")(biased(15.9), budget=12, kv_dtype="int8")  # 4 times the root of 16 dims is 16
+    assert [layer.state.packed for layer in cache.layers] == [True] * 3
+
+
+def test_a_saved_cache_keeps_which_layers_it_rounds() -> None:
+    """Attached to weights whose bias is just below the bound, as after another rounding, it goes on as it began."""
+    model, ids = biased(16.01), zoo.prompt(1, 30)
+    cache = kvdsl.load("roco")(model, budget=12, kv_dtype="int4")
+    said = text(model, ids, cache)
+    twin, left = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[16:] *= 0.999
+    left.attach(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[16:] /= 0.999
+    longer = torch.cat([said, said[:, :3]], dim=1)
+    assert len({tuple(text(model, longer, one)[0].tolist()) for one in (cache, twin, left)}) == 1
+    assert_same_slots(cache, left)
+    left.reset()
+    assert torch.equal(text(model, ids, left), said)
+    assert [layer.state.packed for layer in left.layers] == [True, False, True]
+
+
+def test_layers_of_two_dtypes() -> None:
+    """In a model in 16 bits, under a policy that evicts, with beams, and taken back."""
+    model = biased().bfloat16()
+    made = kvdsl.load("h2o")
+    caches = [made(model, budget=12, kv_dtype="int8", backend=backend) for backend in ("torch", "cpu")]
+    texts = [text(model, zoo.prompt(2, 30), cache, num_beams=2) for cache in caches]
+    assert texts[0].shape == texts[1].shape
+    for cache in caches:
+        assert [layer.state.dtype for layer in cache.layers] == [torch.float32, torch.bfloat16, torch.float32]
+        cache.activate_past_recording()
+        before = [layer.state.layout.key_pool.clone() for layer in cache.layers]
+        with torch.no_grad():
+            model(zoo.prompt(4, 1), **with_cache(cache))
+        cache.crop(-1)
+        assert all(torch.equal(pool, one.state.layout.key_pool) for pool, one in zip(before, cache.layers, strict=True))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_biases_are_found_in_every_family(family: str) -> None:
+    """Whatever its projections are called: a bias that adds to keys rules rounding out, and no other does."""
+    model = copy.deepcopy(zoo.untouched(family))
+    layers = managed_windows(model)
+    assert large_biases(model, layers) == {}
+    key = re.compile(r"(k_proj|c_attn|query_key_value|qkv_proj)\.bias$")
+    biases = [(name, one) for name, one in model.named_parameters() if name.endswith("bias")]
+    for name, one in biases:
+        with torch.no_grad():
+            one.fill_(0.0 if key.search(name) else 5.0)
+    assert large_biases(model, layers) == {}
+    has_one = [one.detach().fill_(5.0) for name, one in biases if key.search(name)]
+    assert set(large_biases(model, layers)) == (set(layers) if has_one else set())
+
+
+def test_a_normalised_keys_bias_is_the_norms() -> None:
+    model = zoo.make("StableLm", qk_layernorm=True, use_qkv_bias=True)
+    model.model.layers[0].self_attn.k_proj.bias.detach().fill_(100.0)
+    assert large_biases(model, range(2)) == {}
+
+
+def test_biases_that_lie_elsewhere_or_nowhere() -> None:
+    """An offloaded model's are read where they are; of a model without weights nothing is assumed."""
+    accelerate = pytest.importorskip("accelerate")
+    model = biased()
+    assert large_biases(accelerate.cpu_offload(biased(), execution_device=torch.device("cpu")), range(3)) == large_biases(
+        model, range(3)
+    )
+    empty = model.to("meta")
+    with pytest.raises(KvdslError, match=r"the bias of `k_proj` is not in memory \(meta"):
+        kvdsl.load("roco")(empty, kv_dtype="int8")
+    assert kvdsl.load("roco")(empty).managed == [0, 1, 2]
+    for layer in model.model.layers:
+        layer.self_attn.project_keys = layer.self_attn.__dict__["_modules"].pop("k_proj")
+    with pytest.raises(KvdslError, match="keys of layer 0 in a way that kvdsl does not know"):
+        large_biases(model, range(3))
 
 
 def test_what_is_refused_at_once() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from vllm import LLM
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.runtime.hf.layer import SlotLayer
+from tests.hf import zoo
 from tests.vllm.alone import NEAR, NEW, alone
 from tests.vllm.test_serving import AT_ONCE, LAYERS, LONGEST, answered, check, engine, kept_in_pages, logprobs, wanted
 from tests.vllm.texts import prompts
@@ -140,3 +143,15 @@ def test_requests_that_lose_their_pages_go_on_as_if_they_had_not(served: tuple[s
         tokens, found = logprobs([answers[name]])[0]
         expected, _ = alone(policy, text, tokens, kv_dtype=kv_dtype)
         assert np.abs(np.array(found) - expected)[said:].max() < NEAR
+
+
+@pytest.mark.parametrize("norm", [15.9, 16.1])
+def test_pages_of_keys_with_a_large_bias_are_refused(norm: float, tmp_path: Path) -> None:
+    """Before any request, once the weights are there; below 4 times the root of 16 dims, a bias is rounded with its key."""
+    model = zoo.make("Qwen2", vocab_size=4096)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[16:].fill_(norm / 4)
+    model.save_pretrained(tmp_path)
+    told = f"keys of layers 1 \\({norm:.4g}\\) have a bias .* leave `kv_dtype` out"
+    with nullcontext() if norm < 16 else pytest.raises(Exception, match=told):
+        engine("h2o", model=tmp_path, kv_dtype="int8", skip_tokenizer_init=True)

@@ -4,10 +4,14 @@ their pages. `caches` decodes tokens together.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
@@ -22,6 +26,7 @@ from kvdsl.integrations.vllm.step import EveryOne, Step
 from kvdsl.integrations.vllm.texts import Texts
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.backends import choose, computed_in
+from kvdsl.runtime.biases import bias_norm, bound
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 
@@ -82,6 +87,35 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._tracing = texts.tracing if texts is not None and self._serves_policy else None
         self._layer: int | None = None
         """The layer's number, known from the first step on."""
+        self.owner: Callable[[], nn.Module | None] = lambda: None
+        """Returns the module whose keys these are, if they are rounded."""
+        self._listening = None if settings.spec.kv_dtype == "model" else self._listen()
+
+    def _listen(self) -> RemovableHandle:
+        """Notice which module this attention becomes a part of: vLLM does not say."""
+
+        def registered(module: nn.Module, name: str, part: Any) -> None:
+            if getattr(part, "impl", None) is self and self.owner() is None:
+                self.owner = weakref.ref(module)
+
+        return register_module_module_registration_hook(registered)
+
+    def key_bias(self) -> float:
+        """Return the norm of the keys' bias if rounding would lose the rest of them, else 0. The weights have been loaded.
+
+        Raises:
+            KvdslError: if it cannot be found.
+        """
+        if self._listening is None:
+            return 0.0
+        self._listening.remove()
+        owner = self.owner()
+        norm = None if owner is None else bias_norm(owner, self.head_size)
+        if norm is None:
+            raise KvdslError(
+                "kvdsl does not find what computes the model's keys, and `kv_dtype` rounds none that have a large bias: leave it out"
+            )
+        return norm if norm > bound(self.head_size) else 0.0
 
     def _make_caches(self, config: Any, *, of_one_kind: bool) -> Caches:
         """Make the caches of requests.

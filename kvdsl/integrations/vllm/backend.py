@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
@@ -19,7 +20,7 @@ from kvdsl.integrations.vllm.blocks import PageSpec
 from kvdsl.integrations.vllm.caches import InRows
 from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.page import page
-from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
+from kvdsl.integrations.vllm.refusals import refuse_biases, refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.releases import NAME
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
@@ -102,11 +103,15 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         assert PolicyAttention.plan is not None
         refuse_configuration(vllm_config, PolicyAttention.plan.settings.spec)
         refuse_trace(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        refuse_biases(
+            {extract_layer_index(name): layers[name].impl.key_bias() for name in layer_names},
+            PolicyAttention.plan.settings.spec,
+        )
         # vLLM passes prompts' lengths only to attention that treats a prompt differently from what follows. It has one kind of that, with
         # this window, and checks only whether the number is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._in_rows = isinstance(layer.impl.caches, InRows)
+        self._in_rows = isinstance(layers[layer_names[0]].impl.caches, InRows)
         requests = vllm_config.scheduler_config.max_num_seqs
         self._every = EveryOne(
             torch.zeros(requests, dtype=torch.int32, device=device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.settings import traced
 from kvdsl.lab import lab
+from kvdsl.runtime.biases import told
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
@@ -40,6 +41,21 @@ def refuse_layers(states: Sequence[SlotState]) -> None:
                 f"{what} of {spec.name} differs between layers, and a page of vLLM's cache has one size for all: state a number that does "
                 f"not read `layer`"
             )
+
+
+def refuse_biases(norms: Mapping[int, float], spec: PolicySpec) -> None:
+    """Raise KvdslError for layers whose keys have a bias that rules rounding out.
+
+    Args:
+        norms: of the biases, by layer; 0 for one with which keys are rounded.
+    """
+    large = {layer: norm for layer, norm in norms.items() if norm}
+    if large:
+        raise KvdslError(
+            f"`kv_dtype` is `{spec.kv_dtype}`, but the keys of {told(large)} have a bias whose norm, in brackets, is above "
+            f"4 × √head_dim: rounding would lose the rest of a key, and pages have one dtype for all layers: leave `kv_dtype` out, or "
+            f"generate with kvdsl's cache in transformers, where such layers keep the model's dtype"
+        )
 
 
 def refuse_policy(state: SlotState) -> None:

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvdsl.budget import is_whole, spelled, with_ratio
-from kvdsl.errors import KvdslError
+from kvdsl.errors import KvdslError, warn
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.biases import told
 from kvdsl.runtime.given import param, random_seed
 from kvdsl.runtime.hf import admission, models, saving, speculation
 from kvdsl.runtime.hf.admission import KEEP_EVERYTHING
@@ -26,6 +27,7 @@ from kvdsl.runtime.hf.layers import Layers
 from kvdsl.runtime.hf.models import (
     execution_device,
     head_offset,
+    large_biases,
     managed_windows,
     processes_of,
     refuse_agreement,
@@ -72,6 +74,8 @@ class KVCache(Linked, Cache):
     """How to compile the class again; None for a class from a generated package."""
 
     _left: Mapping[str, Any]
+    _unrounded: dict[int, float]
+    """The layers that keep the model's dtype whatever `kv_dtype` says; see `large_biases`."""
 
     def __init__(
         self,
@@ -93,6 +97,11 @@ class KVCache(Linked, Cache):
         model = unwrap(model)
         backends = _prepared(model, spec, backend)
         self._begin(model, spec, params, backends, seed)
+        if self._unrounded:
+            warn(
+                f"{told(self._unrounded)} keep the model's dtype instead of `{spec.kv_dtype}`: the model adds a bias to keys there whose "
+                f"norm, in brackets, is above 4 × √head_dim, so that rounding would leave the rest of a key few codes"
+            )
         self._supplying.use(model, spec, supplied)
 
     @classmethod
@@ -116,9 +125,11 @@ class KVCache(Linked, Cache):
         layers = native_layers(self._config)
         if spec.tensors is not None:
             spec.tensors.check(sizes(self._config, len(layers)))
+        windows = managed_windows(model)
+        self._unrounded = large_biases(model, windows) if spec.kv_dtype != "model" else {}
         rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
-        for index, window in managed_windows(model).items():
-            state = slot_state(spec, params, layer=index, layers=len(layers), seed=seed)
+        for index, window in windows.items():
+            state = slot_state(self._spec_of(index), params, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
             # Set before the prompt, because transformers asks early whether the cache compiles.
             state.room.reserves = execution_device(model).type not in ("cpu", "meta")
@@ -130,6 +141,10 @@ class KVCache(Linked, Cache):
         self._sync.is_alone = not self._layers.native
         self._watch = Watch(self._sync, self._layers.managed)
         introduce(layer.state for layer in self._layers.managed)
+
+    def _spec_of(self, layer: int) -> PolicySpec:
+        """Return the policy in the memory of one layer."""
+        return self._spec.unrounded if layer in self._unrounded else self._spec
 
     # -- inspection ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +184,8 @@ class KVCache(Linked, Cache):
         first = self._layers.managed[0]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
+        if self._unrounded:
+            facts.insert(1, f"{len(self._unrounded)} of them not in {self._spec.kv_dtype}")
         if first.state.allocated:
             facts += [f"{first.state.slots} slots per KV head", f"{self.bytes() / 1024:,.0f} KiB"]
         return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
@@ -223,7 +240,7 @@ class KVCache(Linked, Cache):
         self.__dict__.update(kept)
         self._spec = self.spec.with_memory(memory)
         for layer in self._layers.managed:
-            layer.state.follow(self._spec)
+            layer.state.follow(self._spec_of(layer.index))
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
         """Connect a loaded cache to its model.
@@ -404,31 +421,30 @@ class KVCache(Linked, Cache):
 
 
 class _Backends:
-    """Creates one backend per device and dtype."""
+    """Creates one backend per device, dtype and `kv_dtype`, in which layers may differ."""
 
-    def __init__(self, spec: PolicySpec, name: str) -> None:
-        self._spec = spec
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._made: dict[tuple[torch.device, torch.dtype], Backend] = {}
+        self._made: dict[tuple[str, torch.device, torch.dtype], Backend] = {}
 
-    def __call__(self, device: torch.device, dtype: torch.dtype) -> Backend:
-        found = self._made.get((device, dtype))
+    def __call__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> Backend:
+        found = self._made.get((spec.kv_dtype, device, dtype))
         if found is None:
-            found = self._made[device, dtype] = choose(self._spec, self.name, device, dtype)
+            found = self._made[spec.kv_dtype, device, dtype] = choose(spec, self.name, device, dtype)
         return found
 
-    def prepare(self, model: PreTrainedModel) -> None:
+    def prepare(self, model: PreTrainedModel, spec: PolicySpec) -> None:
         """Create the likely backend now, so that a wrong name or a missing compiler is reported by the constructor."""
         device = execution_device(model)
         if device.type != "meta":
-            self(device, model.dtype)
+            self(spec, device, model.dtype)
 
 
 def _prepared(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
     """Prepare a model and its backends."""
     check_dtype(model.dtype)
     refuse_agreement(model, spec)
-    backends = _Backends(spec, backend)
-    backends.prepare(model)
-    admission.admit(model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend()))
+    backends = _Backends(backend)
+    backends.prepare(model, spec)
+    admission.admit(model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda *_: TorchBackend()))
     return backends

@@ -21,11 +21,12 @@ from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.torch.eviction import end_turn
 
-ChooseBackend = Callable[[torch.device, torch.dtype], Backend]
+ChooseBackend = Callable[[PolicySpec, torch.device, torch.dtype], Backend]
 
 MARK = "_kvdsl_layer"
 """Attribute of keys: their layer, for the attention function."""
@@ -106,7 +107,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.rope, self.head_offset, self._choose, self._module = fresh.rope, fresh.head_offset, fresh._choose, fresh._module
         self._gradients = fresh._gradients
         if self.state.allocated:
-            self.backend = self._choose(self.state.position.device, self.state.dtype)
+            self.backend = self._choose(self.state.spec, self.state.position.device, self.state.dtype)
             if not self.state.room.grows:
                 stays_where_it_is(*self.state.tensors().values())
 
@@ -229,7 +230,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.length == 0:
             self.batch_size = batch
             self.is_initialized = True
-            self.backend = self._choose(call.key.device, call.key.dtype)
+            self.backend = self._choose(self.state.spec, call.key.device, call.key.dtype)
         assert self.backend is not None
         with plain_tensors():
             out = self.backend.prefill(self.state, call)

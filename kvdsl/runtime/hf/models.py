@@ -6,14 +6,15 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.biases import bias_norm, bound
 from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
 
@@ -108,6 +109,47 @@ def _dicts(values: Iterable[Any]) -> list[dict[str, Any]]:
 def changes_frequencies(model: PreTrainedModel) -> bool:
     """Whether the model's rotary frequencies change at some text length."""
     return bool(rope_types(text_config(model)) & {"longrope", "su"})
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weight(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's parameter, or what accelerate loads in its place for each forward."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        weights = getattr(one, "weights_map", None)
+        if weights is not None and name in weights:
+            return cast("Tensor", weights[name])
+    return cast("Tensor | None", getattr(module, name))
+
+
+def large_biases(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, float]:
+    """Return the layers whose keys have a large bias, with its norm in the KV head where it is largest; see `biases`.
+
+    Under tensor parallelism a process reads the biases of its own heads.
+
+    Raises:
+        KvdslError: if a layer's projection of keys is not found, or its bias cannot be read.
+    """
+    config = text_config(model)
+    norms: dict[int, float] = {}
+    bounds: dict[int, float] = {}
+    for module in text_model(model).modules():
+        layer = getattr(module, "layer_idx", None)
+        if layer is not None and "attention" in type(module).__name__.lower():
+            head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+            head_dim = head_dim or config.hidden_size // config.num_attention_heads
+            norm = bias_norm(module, head_dim, weight)
+            if norm is not None and norm > norms.get(layer, -1.0):
+                norms[layer], bounds[layer] = norm, bound(head_dim)
+    for layer in layers:
+        if layer not in norms:
+            raise KvdslError(
+                f"{type(model).__name__} computes the keys of layer {layer} in a way that kvdsl does not know, and `kv_dtype` rounds "
+                f"no layer whose keys have a large bias: leave `kv_dtype` out"
+            )
+    return {layer: norms[layer] for layer in layers if norms[layer] > bounds[layer]}
 
 
 # -- running a model for a test ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.models import weight
 from kvdsl.runtime.hf.versions import text_config
 
 _SIZES = (
@@ -103,7 +104,7 @@ def likeness(model: PreTrainedModel) -> dict[str, Any]:
 
 def _weights(model: PreTrainedModel) -> dict[str, float]:
     """Return the first number of every parameter; {} for a model without weights."""
-    held = {name: _offloaded(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
+    held = {name: _in_memory(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
     named = {name: x.detach() for name, x in held.items() if x is not None and x.numel()}
     firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
     return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
@@ -114,16 +115,10 @@ def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return model.named_parameters(remove_duplicate=False)
 
 
-def _offloaded(model: PreTrainedModel, name: str) -> Tensor | None:
-    """Return a parameter that accelerate loads for each forward, or None."""
+def _in_memory(model: PreTrainedModel, name: str) -> Tensor | None:
     owner, _, last = name.rpartition(".")
-    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        weights = getattr(one, "weights_map", None)
-        if weights is not None:
-            found: Tensor = weights[last]
-            return found
-    return None
+    found = weight(model.get_submodule(owner), last)
+    return None if found is None or found.device.type == "meta" else found
 
 
 def refuse_another(model: PreTrainedModel, left: dict[str, Any]) -> None:

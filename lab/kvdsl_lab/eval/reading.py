@@ -59,7 +59,7 @@ class Reading:
         full: Any = load("full")
         prepares = full(model, backend="torch")  # for as long as it is there
         noting = _Noting()
-        cache = full.assemble(model, full.spec, {}, lambda device, dtype: noting)
+        cache = full.assemble(model, full.spec, {}, lambda *_: noting)
         with torch.inference_mode():
             out = model(input_ids=self.ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
         del prepares

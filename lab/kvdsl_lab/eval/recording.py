@@ -100,7 +100,7 @@ def recorded(model: Any, ids: Tensor) -> dict[int, Recording]:
     full: Any = load("full")
     prepares = full(model, backend="torch")  # for as long as it is there
     recorder = _Recorder()
-    cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
+    cache = full.assemble(model, full.spec, {}, lambda *_: recorder)
     with torch.inference_mode():
         model(input_ids=ids.to(model.device), **with_cache(cache), use_cache=True, logits_to_keep=1)
     del prepares

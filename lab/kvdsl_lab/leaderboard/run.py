@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +29,7 @@ from kvdsl.budget import is_rate
 from kvdsl.compiler import analyse, find_policy
 from kvdsl.errors import KvdslError
 from kvdsl.explain.facts import facts, laid_out
+from kvdsl.runtime.hf.models import large_biases, managed_windows
 from kvdsl.runtime.hf.versions import text_config
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
@@ -108,16 +110,21 @@ class Bench:
 
     @cached_property
     def _slots(self) -> dict[str, tuple[int, int]]:
-        """By policy, what a slot takes, and of that what a window's does without, in bytes."""
-        config, dtype = text_config(self.lab.model), str(self.lab.model.dtype).removeprefix("torch.")
+        """By policy, what a slot of all layers takes, and of that what a window's does without, in bytes."""
+        model, memory = self.lab.model, dict(self.plan.memory)
+        config, dtype = text_config(model), str(model.dtype).removeprefix("torch.")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_dtype, layers = memory.get("kv_dtype", "model"), managed_windows(model)
+        unrounded = large_biases(model, layers) if kv_dtype != "model" else {}
+        stored = Counter("model" if layer in unrounded else kv_dtype for layer in layers)
         told = {}
         for name in self.plan.policies:
             policy = analyse(find_policy(name)).policy
-            memory = dict(self.plan.memory)
             rope = memory.get("rope") if policy.positions == "compact" else None
-            told[name] = facts(laid_out(policy, rope=rope), head_dim, dtype, memory.get("kv_dtype", "model"))
-        return {name: (one.bytes_per_token + one.rotated_half, one.beyond_a_window) for name, one in told.items()}
+            ones = [(facts(laid_out(policy, rope=rope), head_dim, dtype, kind), count) for kind, count in stored.items()]
+            whole = sum((one.bytes_per_token + one.rotated_half) * count for one, count in ones)
+            told[name] = whole, sum(one.beyond_a_window * count for one, count in ones)
+        return told
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair], until: float | None = None) -> list[Row]:
         """An item under these policies; nothing if that was not done at `until` (`time.monotonic()`)."""
