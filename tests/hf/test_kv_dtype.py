@@ -189,7 +189,7 @@ def test_a_layer_with_a_large_bias_is_not_rounded(kv_dtype: str, backend: str) -
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     for layer, found in zip(cache.layers, expected.layers, strict=True):
         torch.testing.assert_close(layer.state.keys[:, :, :24], found.keys, rtol=1e-4, atol=1e-4)
-    assert [layer.state.packed for layer in cache.layers] == [True, False, True]
+    assert [layer.state.format.packed for layer in cache.layers] == [True, False, True]
     assert cache.layers[0].bytes() == cache.layers[2].bytes() < cache.layers[1].bytes() < cache.bytes()
     assert f"3 layers, 1 of them not in {kv_dtype}" in repr(cache)
 
@@ -198,7 +198,7 @@ def test_a_small_bias_is_rounded_with_its_key() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache = kvdsl.load("roco")(biased(15.9), budget=12, kv_dtype="int8")  # 4 times the root of 16 dims is 16
-    assert [layer.state.packed for layer in cache.layers] == [True] * 3
+    assert [layer.state.format.packed for layer in cache.layers] == [True] * 3
 
 
 def test_a_saved_cache_keeps_which_layers_it_rounds() -> None:
@@ -217,7 +217,7 @@ def test_a_saved_cache_keeps_which_layers_it_rounds() -> None:
     assert_same_slots(cache, left)
     left.reset()
     assert torch.equal(text(model, ids, left), said)
-    assert [layer.state.packed for layer in left.layers] == [True, False, True]
+    assert [layer.state.format.packed for layer in left.layers] == [True, False, True]
 
 
 def test_layers_of_two_dtypes() -> None:
