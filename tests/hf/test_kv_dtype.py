@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.interp.rounding import rounded
+from kvdsl.interp.rounding import placed
 from kvdsl.memory import KV_DTYPES
 from kvdsl.runtime.hf.models import large_biases, managed_windows
 from kvdsl.runtime.hf.versions import with_cache
@@ -168,8 +168,8 @@ class Rounding(DynamicLayer):
     kv_dtype = "model"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        both = (torch.from_numpy(rounded(x.double().numpy(), self.kv_dtype)).float() for x in (key_states, value_states))
-        return super().update(*both, *args, **kwargs)
+        key, value = placed(key_states.double().numpy(), value_states.double().numpy(), self.kv_dtype)
+        return super().update(torch.from_numpy(key).float(), torch.from_numpy(value).float(), *args, **kwargs)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
