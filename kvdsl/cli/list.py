@@ -73,13 +73,11 @@ def command(everything: bool, as_json: bool) -> None:
     if everything:
         columns["year"] = [str(entry.year or "") for entry in entries]
     columns["what it does"] = [entry.summary for entry in entries]
-    columns["params"] = [_params(entry) for entry in entries]
+    columns["params"] = [
+        " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params) for entry in entries
+    ]
     for line in _table(columns, wide="what it does"):
         click.echo(line, color=wants_color(sys.stdout))
-
-
-def _params(entry: Entry) -> str:
-    return " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params)
 
 
 def _table(columns: dict[str, list[str]], wide: str) -> Iterator[str]:

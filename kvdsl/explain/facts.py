@@ -41,7 +41,6 @@ class State:
 
     @property
     def bytes_per_slot(self) -> int | None:
-        """Bytes of a slot."""
         return None if self.numbers is None else FLOAT32 * self.numbers
 
 

@@ -28,7 +28,8 @@ def rows(found: Facts) -> Rows:
         "params": [_param(param) for param in policy.params],
         "tensors": [_tensor(tensor) for tensor in policy.tensors],
         "given": [_given(given) for given in policy.given],
-        "tracks": [_tracks(column) for column in found.state] or ["only each token's position"],
+        "tracks": [f"{one.name}: {meaning(one)} (for {', '.join(one.why)})" for one in found.state]
+        or ["only each token's position"],
         "costs": list(_costs(found)),
         "peak": list(_peak(found)),
         "reads": [INPUTS[name].reads for name in found.requires]
@@ -249,10 +250,6 @@ def _given(given: Given) -> str:
 def meaning(column: State) -> str:
     """Describe what a state column holds."""
     return RULES[column.rule].doc.format(column.body, decay=column.decay, size=column.size)
-
-
-def _tracks(column: State) -> str:
-    return f"{column.name}: {meaning(column)} (for {', '.join(column.why)})"
 
 
 def _costs(found: Facts) -> Iterator[str]:

@@ -103,7 +103,8 @@ class Layer:
 
         def part_of(index: int) -> Attended:
             machine, head = self.machines[index], heads[index]
-            peers = [(self.machines[i], heads[i], query[i]) for i in self._layer_of(index)] if self.policy.heads_vote else []
+            layer = next(group for group in self._by_layer() if index in group) if self.policy.heads_vote else []
+            peers = [(self.machines[i], heads[i], query[i]) for i in layer]
             taken = None
             if machine.numbers.takes_over:
                 taken = taken_over(head.position, *choices[machine.numbers.chooser, machine.head_index])
@@ -319,10 +320,6 @@ class Layer:
     def _evicting(self) -> list[int]:
         """Return the heads of layers that evict."""
         return [index for index, machine in enumerate(self.machines) if np.isfinite(machine.numbers.capacity)]
-
-    def _layer_of(self, index: int) -> list[int]:
-        """Return the heads of a head's layer."""
-        return next(group for group in self._by_layer() if index in group)
 
     def _by_layer(self) -> list[list[int]]:
         layers = dict.fromkeys(machine.numbers.layer for machine in self.machines)

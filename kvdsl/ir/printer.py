@@ -65,10 +65,6 @@ def _atom(text: str) -> tuple[str, Strength]:
     return text, Strength.ATOM
 
 
-def _listed(*parts: Expr | None) -> str:
-    return ", ".join(_text(part, Strength.OR) for part in parts if part is not None)
-
-
 def _number(expr: Number) -> tuple[str, Strength]:
     return print_number(expr.value), Strength.ATOM if expr.value >= 0 else Strength.FACTOR
 
@@ -86,7 +82,7 @@ def _call(expr: Call) -> tuple[str, Strength]:
     if expr.op == "begun":
         return _parts(expr.args[0])
     repeats = expr.op == "enough" and expr.args[0] == expr.args[2]  # the order goes without saying
-    return _atom(f"{expr.op}({_listed(*expr.args[: 2 if repeats else None])})")
+    return _atom(f"{expr.op}({', '.join(_text(part, Strength.OR) for part in expr.args[: 2 if repeats else None])})")
 
 
 _SIGNS = {"neg": ("-", Strength.FACTOR), "not": ("not ", Strength.NOT)}

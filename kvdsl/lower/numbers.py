@@ -113,7 +113,7 @@ def _resolve(policy: Policy) -> Iterator[Fragment]:
     for param in early:
         yield _assigned(param, bounds)
     if policy.budget:
-        yield _capacity(policy.budget)
+        yield fragment("capacity = {}", _at_least_one(policy.budget))
     for param in policy.params:
         if param not in early:
             yield _assigned(param, bounds)
@@ -154,10 +154,6 @@ def _selected(select: Select) -> Fragment:
     """
     count = _at_least_one(select.count if select.measured is None else Number(value=_MANY))
     return fragment("given.inside({}, low=chooser, high=chooser)", count) if select.choosing else _inside(count, select)
-
-
-def _capacity(budget: Expr) -> Fragment:
-    return fragment("capacity = {}", _at_least_one(budget))
 
 
 def _count(expr: Expr) -> Fragment:

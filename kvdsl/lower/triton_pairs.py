@@ -42,7 +42,8 @@ def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callabl
     """
     if Axis.DIM in axes_of(expr):
         raise NotLowerable(_OF_VECTORS)
-    products = {product: f"product_{n}" for n, product in enumerate(_products(expr.body))}
+    of_dims = (part for part in dict.fromkeys(parts_of(expr.body, Reduce, axis=Axis.DIM)) if Axis.OTHER in axes_of(part))
+    products = {product: f"product_{n}" for n, product in enumerate(of_dims)}
     joined = _joined(expr, _PairPrinter(names, row, products).value(expr.body))
     size = "ROW_TILE" if products else "TILE"
     mine, theirs = [], []
@@ -59,11 +60,6 @@ def over_others(expr: Reduce, names: dict[Expr, str], row: Row, address: Callabl
         inner=(*_loads(uses, "other", address), *theirs, Fragment(f"among = {among}"), joined),
         behind=(Fragment(f"compared = {_reduced(expr, size)}"),),
     )
-
-
-def _products(body: Expr) -> Iterator[Reduce]:
-    """Yield the products of a slot's vector and another slot's."""
-    yield from (part for part in dict.fromkeys(parts_of(body, Reduce, axis=Axis.DIM)) if Axis.OTHER in axes_of(part))
 
 
 def _vectors(product: Reduce, names: dict[Expr, str], row: Row) -> tuple[Fragment, Fragment]:

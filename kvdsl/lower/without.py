@@ -46,7 +46,7 @@ def eviction_by_torch(refusal: str, source: str) -> str:
 
 
 def _no_kernels(target: str, refusal: str, source: str) -> str:
-    found = _line(refusal, source)
+    found = next(iter(_lines(refusal, source)), None)  # None if it is in another file
     where = "" if found is None else f" (line {found[0]}: `{found[1]}`)"
     what = re.sub(r": a kernel [^,]*", "", refusal)
     return f"there are no {KERNELS[target]} kernels for {what}{where}"
@@ -61,11 +61,6 @@ def without(manifest: str | bytes, target: str) -> str | None:
     """Return the sentence from a package's manifest; None if the target has kernels."""
     found = json.loads(manifest).get("without", {}).get(target)
     return None if found is None else str(found)
-
-
-def _line(refusal: str, source: str) -> tuple[int, str] | None:
-    """Return number and text of the first line with what is refused; None if it is in another file."""
-    return next(iter(_lines(refusal, source)), None)
 
 
 def statement(refusal: str, source: str) -> tuple[int, str] | None:

@@ -52,7 +52,6 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The text."""
         return self.source.text
 
     @cached_property
@@ -66,7 +65,6 @@ class Document:
 
     @property
     def comments(self) -> list[Token]:
-        """Its comments."""
         return self._tokens[1]
 
     @cached_property

@@ -177,15 +177,11 @@ def _all(module: syn.Module) -> Iterator[tuple[Span, str]]:
     for policy in module.policies:
         yield policy.span, "with" if policy.clauses else "policy"
         for statement in policy.statements:
-            yield statement.span, _rule(statement)
+            yield statement.span, f"keep_{statement.scope}" if isinstance(statement, syn.Keep) else statement.keyword
     for test in module.tests:
         yield test.span, "test"
         for step in test.steps:
             yield from _steps(step)
-
-
-def _rule(statement: syn.Statement) -> str:
-    return f"keep_{statement.scope}" if isinstance(statement, syn.Keep) else statement.keyword
 
 
 def _steps(step: syn.Step) -> Iterator[tuple[Span, str]]:

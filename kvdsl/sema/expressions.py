@@ -58,6 +58,8 @@ class Expressions(Forms):
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
         """Return the value of an expression, or None after a report."""
+        if isinstance(node, syn.Broken):  # reported, perhaps because it is too deep
+            return None
         self._depth += 1
         self._steps += 1
         try:
@@ -77,10 +79,10 @@ class Expressions(Forms):
         """Return whether the source is nested too deep, not counting the prelude's own nesting."""
         return self._depth > MAX_DEPTH and (self._depth > MAX_DEPTH + _PRELUDE_DEPTH or self.uses.prelude is None)
 
-    def _dispatch(self, node: syn.Expr, scope: Scope) -> Value | None:
+    def _dispatch(
+        self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope
+    ) -> Value | None:
         match node:
-            case syn.Broken():
-                return None
             case syn.Constant():
                 return values.number(node.value)
             case syn.Name():

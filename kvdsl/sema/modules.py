@@ -41,7 +41,6 @@ class Module:
 
     @property
     def file(self) -> SourceFile:
-        """The source file."""
         return self.syntax.file
 
     @property

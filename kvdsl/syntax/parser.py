@@ -307,12 +307,10 @@ class _Parser:
         clause = None
         if self.place is Place.HEADER and self.clause is not None:
             clause = (self.clause[0] + 1, self._end_of_clause(self.clause[0], self.at))
-        stuck = Stuck(self.source, self.tokens, self.statement, self.at, token, frozenset(choices), self._keywords(), clause)
+        words = {name: word for word, name in self.keywords.items()}
+        stuck = Stuck(self.source, self.tokens, self.statement, self.at, token, frozenset(choices), words, clause)
         code, span, message, help, labels = explain(stuck)
         self.sink.report(code, span, message, help, labels)
-
-    def _keywords(self) -> dict[str, str]:
-        return {name: word for word, name in self.keywords.items()}
 
     def _recover(self) -> bool:
         """Return to the beginning of the broken statement and skip to the next; return False if that is impossible."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -298,13 +298,9 @@ def _source(path: Path) -> Path | None:
 def _described(lines: list[str], number: int) -> str:
     """Return `function: comment` for a line: the function around it, and the nearest comment above; without one the function alone."""
     comment = ""
-    for line in _upwards(lines, number):
+    for line in reversed(lines[:number]):
         if match := re.match(r"\s*def (\w+)", line):
             return f"{match[1]}: {comment}" if comment else match[1]
         if not comment and (match := re.match(r"\s*# (.+)", line)):
             comment = match[1].rstrip(".")
     return "?"
-
-
-def _upwards(lines: list[str], number: int) -> Iterator[str]:
-    return reversed(lines[:number])

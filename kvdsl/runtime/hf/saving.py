@@ -104,18 +104,15 @@ def likeness(model: PreTrainedModel) -> dict[str, Any]:
 
 def _weights(model: PreTrainedModel) -> dict[str, float]:
     """Return the first number of every parameter; {} for a model without weights."""
-    held = {name: _in_memory(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
+    each = model.named_parameters(remove_duplicate=False)  # weights may be tied in one copy of a model and not in another
+    held = {name: _in_memory(model, name) if x.device.type == "meta" else x for name, x in each}
     named = {name: x.detach() for name, x in held.items() if x is not None and x.numel()}
     firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
     return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
 
 
-def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter under each of its names: weights may be tied in one copy of a model and not in another."""
-    return model.named_parameters(remove_duplicate=False)
-
-
 def _in_memory(model: PreTrainedModel, name: str) -> Tensor | None:
+    """Return a parameter that accelerate loads for each forward, or None."""
     owner, _, last = name.rpartition(".")
     found = weight(model.get_submodule(owner), last)
     return None if found is None or found.device.type == "meta" else found

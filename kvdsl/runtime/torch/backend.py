@@ -116,7 +116,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     real = new_position >= 0
     if state.spec.hard_cap:
         eviction.make_room(eviction.held_in_slots(state, real[:, 0]))
-    slot = _free_slot(state)
+    slot = (state.position == FREE).int().argmax(-1, keepdim=True)  # the first free one, int64 [batch, kv_heads, 1]
     call = _overwrite(state, call, slot, new_position, real)
     _place_in(state, call, slot, real)
     state.seen += real[:, 0]
@@ -131,11 +131,6 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
         columns.observe(row, state.spec)
     eviction.settle(held, then=partial(state.layout.settled, state.position))
     return out.masked_fill(~real[:, :, None, None], 0)
-
-
-def _free_slot(state: SlotState) -> Tensor:
-    """Return the first free slot of every KV head, int64 [batch, kv_heads, 1]."""
-    return (state.position == FREE).int().argmax(-1, keepdim=True)
 
 
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> AttentionCall:
