@@ -92,7 +92,8 @@ def main(
         })  # fmt: skip
         click.echo(json.dumps(rows[-1]))
     head = {"environment": environment(dtype=str(lm.dtype).removeprefix("torch.")) | {"threads": 1}, "model": model,
-            "tokens": tokens, "stretches": stretches, "chunk": chunk, "largest_bias": largest_bias}  # fmt: skip
+            "tokens": tokens, "stretches": stretches, "chunk": chunk,
+            "largest_bias": largest_bias if math.isfinite(largest_bias) else None}  # fmt: skip
     out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
