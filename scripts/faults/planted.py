@@ -190,7 +190,6 @@ FAULTS = [
         "kvdsl/interp/attention.py",
         "visible & (newest - position < window)",
         "visible & (newest - position <= window)",
-        "tests/interp/test_capacity.py",
         "tests/differential/test_random.py",
         "tests/differential/test_statements.py",
     ),
