@@ -117,6 +117,17 @@ def _logits(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
     return torch.stack(found, 1)
 
 
+def test_beams_take_their_ranks_along() -> None:
+    model, ids = zoo.make("Llama"), zoo.prompt(2, 30)
+    texts = []
+    for backend in ("torch", "cpu"):
+        cache = policies.cache_class("halves")(model, budget=12, recent=4, backend=backend)
+        texts.append(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False, **with_cache(cache)).tolist())
+        for layer in cache.managed:
+            assert torch.equal(cache.layers[layer].state.rank, ranks(cache.layers[layer].state.position))
+    assert texts[0] == texts[1]
+
+
 # -- positions that do not count tokens --------------------------------------------------------------------------------
 
 

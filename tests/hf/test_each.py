@@ -125,6 +125,17 @@ def test_several_tokens_choose_one_by_one_and_may_be_taken_back(name: str, backe
     assert (torch.cat(one[1:], 1) - several).abs().max() < 1e-4
 
 
+def test_a_compiled_step_is_the_same() -> None:
+    model, ids = grouped("llama"), zoo.prompt(2, 30, seed=4)
+    compiled, found = torch.compile(model, backend="eager"), []
+    with torch.no_grad():
+        for forward in (model, compiled):
+            held = cache_class("evicts")(model)
+            model(ids[:, :25], **with_cache(held))
+            found.append(torch.cat([forward(ids[:, at : at + 1], **with_cache(held)).logits for at in range(25, 30)], 1))
+    assert (found[0] - found[1]).abs().max() < 1e-4
+
+
 def test_attention_sinks_and_caps_are_those_of_each_query_head() -> None:
     """Learned sinks (gpt-oss) and capped logits (Gemma 2): torch and C++ agree."""
     for family in ("gpt_oss", "gemma2"):

@@ -457,3 +457,14 @@ def test_what_is_cached_keeps_its_dtype() -> None:
                     logits = model(part, **with_cache(cache)).logits
         assert logits.isfinite().all()
         assert logits.abs().sum() > 0
+
+
+def test_sampling() -> None:
+    ids = zoo.prompt(2, 15)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_k": 20}
+    untouched, model, cache = zoo.untouched("llama"), zoo.model("llama"), caches(200)[0]  # making a model seeds torch
+    torch.manual_seed(3)
+    theirs = untouched.generate(**zoo.plain(ids), **options)
+    torch.manual_seed(3)
+    ours = model.generate(**zoo.plain(ids), **options, **with_cache(cache))
+    assert ours.tolist() == theirs.tolist()

@@ -123,6 +123,48 @@ def test_padding_is_given_values_and_does_not_count() -> None:
     check(cache, heard, [14, 15, 16, 17], padding=5)
 
 
+def test_beams_take_their_values_along() -> None:
+    model, heard = zoo.model("llama"), Heard()
+    cache = cache_class()(model, importance=heard, backend="torch")
+    feed(model, cache, zoo.prompt(3, 10), [9, 1])
+    before = cache.state(1)["given_importance"]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.equal(cache.state(1)["given_importance"], before[[2, 0, 0]])
+    cache.reset()
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 9)), 5, cache=cache, num_beams=3)
+    assert int((cache.positions(0) >= 0).sum()) == 6 * HEADS * BUDGET
+
+
+def test_values_outlive_the_growth_of_slots() -> None:
+    model, heard = zoo.model("llama"), Heard()
+    cache = cache_class("given importance\nselect top 20 by dot(q, k) + importance")(
+        model, importance=heard, backend="torch"
+    )
+    feed(model, cache, zoo.prompt(1, 90), [10, *[1] * 80])
+    position = cache.positions(1)[0, 0]
+    values = cache.state(1)["given_importance"][0, 0][position >= 0]
+    assert len(values) == 90
+    assert torch.equal(values, heard.of(1)[0, 0][position[position >= 0].long()])
+
+
+def test_tokens_that_are_taken_back_are_given_anew() -> None:
+    model, heard = zoo.model("llama"), Heard()
+    cache = cache_class()(model, importance=heard, backend="torch")
+    ids = zoo.prompt(1, 12)
+    feed(model, cache, ids, [9, 1])
+    cache.activate_past_recording()
+    before = [cache.state(0)["given_importance"], cache.positions(0)]
+    feed(model, cache, ids[:, 10:], [2])
+    assert not torch.equal(cache.positions(0), before[1])
+    cache.crop(-2)
+    assert torch.equal(cache.positions(0), before[1])
+    assert torch.equal(cache.state(0)["given_importance"], before[0])
+    feed(model, cache, ids[:, 10:], [1, 1])
+    said = [torch.cat([*parts[:2], *parts[3:]], 2) for parts in heard.said.values()]
+    heard.said = {layer: [values] for layer, values in enumerate(said)}
+    check(cache, heard, [9, 10, 11, 12])
+
+
 def test_guesses_are_asked_for_like_other_tokens() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 6).repeat(1, 3)
     looked_up, plain = (cache_class()(model, importance=importance, backend="torch") for _ in range(2))
@@ -292,6 +334,7 @@ def test_functions_are_part_of_a_compiled_step(backend: str) -> None:
         assert_same_slots(ours, caches[0])
 
 
+@pytest.mark.nightly
 def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
     model, cache = zoo.model("llama"), cache_class()(zoo.model("llama"), backend="torch")
     torch._dynamo.reset()
@@ -306,6 +349,7 @@ def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
     assert held(cache, 1, 0, 0) == stays(values[0, 0], [9, 10, 11])
 
 
+@pytest.mark.nightly
 def test_the_fused_kernels_keep_the_same_tokens() -> None:
     model, ids, found = zoo.model("llama"), zoo.prompt(2, 30), []
     for backend in ("torch", "cpu"):

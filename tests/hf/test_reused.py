@@ -54,6 +54,12 @@ def test_several_tokens_choose_one_by_one(deep: Any, backend: str) -> None:
     assert alike(alone, together)
 
 
+def test_backends_agree(deep: Any) -> None:
+    found = [logits(deep, tidal(deep, backend=backend), 20, *[1] * 9) for backend in ("torch", "cpu")]
+    assert alike(found[0], found[1])
+    assert (found[0] - logits(deep, tidal(deep, tokens=100), 20, *[1] * 9)).abs().max() > 1e-3, "nothing is left out"
+
+
 def test_guesses_choose_for_themselves(deep: Any) -> None:
     """A token that is taken back has chosen for nobody."""
     ids = zoo.prompt(1, 7).repeat(1, 6)
@@ -65,12 +71,32 @@ def test_guesses_choose_for_themselves(deep: Any) -> None:
     assert guessed.tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_compiled_forward_is_the_same(deep: Any, backend: str) -> None:
+    """Caches that grow are served outside of graphs."""
+    compiled = torch.compile(deep, backend="eager")
+    expected = logits(deep, tidal(deep, backend=backend), 20, *[1] * 5)
+    assert alike(logits(compiled, tidal(deep, backend=backend), 20, *[1] * 5), expected)
+
+
 def test_in_blocks_of_slots(deep: Any) -> None:
     body = "select top 6 by dot(q, k) in layers 0, 1 reused above\n  group each\n  keep last 0\n  storage blocks 4"
     text = f'kv 1\npolicy Paged {{\n  "x"\n  {body}\n}}\n'
     expected = logits(deep, tidal(deep), 20, *[1] * 9)
     found = logits(deep, kvdsl.compile(text)(deep), 20, *[1] * 9)
     assert alike(found, expected)
+
+
+def test_an_interrupted_forward_is_noticed(deep: Any) -> None:
+    cache = tidal(deep)
+    logits(deep, cache, 20, 1)
+    first = deep.model.layers[1].self_attn
+    hook = first.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        deep(zoo.prompt(2, 1), **with_cache(cache))
+    hook.remove()
+    with pytest.raises(KvdslError, match="interrupted"), torch.no_grad():
+        deep(zoo.prompt(2, 1), **with_cache(cache))
 
 
 def test_a_layer_that_chooses_is_one_of_ours() -> None:

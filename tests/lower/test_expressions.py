@@ -5,14 +5,63 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdsl.compiler import analyse
 from kvdsl.interp.evaluate import Scope, evaluate_number
 from kvdsl.ir.nodes import Call, Expr, Number, ParamRef, call
-from kvdsl.lower.cpp_expressions import CountPrinter
-from kvdsl.lower.torch_expressions import NumberPrinter
+from kvdsl.lower.cpp_expressions import CountPrinter, SlotPrinter
+from kvdsl.lower.torch_expressions import NumberPrinter, TensorPrinter
+from kvdsl.passes.columns import add_columns
+from kvdsl.source import SourceFile
+
+
+def lowered(score: str) -> Expr:
+    """The score of a policy, on state columns."""
+    text = f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nparam a = 2\nscore {score}\n}}\n'
+    analysis = analyse(SourceFile("p.kv", text))
+    assert analysis.ok, analysis.diagnostics
+    found = add_columns(analysis.policy).score
+    assert found is not None
+    return found
+
+
+SCORES = {
+    # text: (torch, C++)
+    "position - (position - 1)": (
+        "slots.position - (slots.position - 1)",
+        "static_cast<float>(head.position[i]) - (static_cast<float>(head.position[i]) - 1.0f)",
+    ),
+    "-(sum(attn) + 1) * 2": ("-(sum_attn + 1) * 2", "-(sum_attn[i] + 1.0f) * 2.0f"),
+    "-sum(attn) ** 2": ("-sum_attn.square()", "-kvdsl::square(sum_attn[i])"),
+    "(sum(attn) / 2) ** 2": ("(sum_attn / 2).square()", "kvdsl::square(sum_attn[i] / 2.0f)"),
+    "sum(attn) / (2 * sum(attn))": ("sum_attn / (2 * sum_attn)", "sum_attn[i] / (2.0f * sum_attn[i])"),
+    "(sum(attn) > 1) + 1": ("(sum_attn > 1).float() + 1", "(sum_attn[i] > 1.0f ? 1.0f : 0.0f) + 1.0f"),
+    "where(age > 3 and not (age < 1), 1, 0)": (
+        "torch.where((slots.age > 3) & (~(slots.age < 1)), 1.0, 0)",
+        "((static_cast<float>(head.age(i)) > 3.0f) & (!(static_cast<float>(head.age(i)) < 1.0f)) ? 1.0f : 0.0f)",
+    ),
+    "max(sum(attn), 0, count())": (
+        "torch.maximum((sum_attn).clamp(min=0), slots.observed)",
+        "kvdsl::maximum(kvdsl::maximum(sum_attn[i], 0.0f), head.observed(i))",
+    ),
+    "sum(attn) % a": (
+        'sum_attn % slots.number("a")',
+        "kvdsl::modulo(sum_attn[i], static_cast<float>(head.param(Number::a)))",
+    ),
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_print_as_one_would_write_them(score: str) -> None:
+    expr = lowered(score)
+    torch_text, cpp_text = SCORES[score]
+    assert TensorPrinter("slots").value(expr).text == torch_text
+    assert SlotPrinter("head", {}).value(expr).text == cpp_text
+
 
 _LEAVES = st.one_of(
     st.integers(-4, 4).map(lambda n: Number(value=abs(n)) if n >= 0 else call("neg", Number(value=-n))),

@@ -292,3 +292,15 @@ def test_params_that_read_the_budget_stand_behind_it_wherever_they_are_declared(
     body = "param recent = budget / 4\nparam half = recent + 1\nparam extra = 3\nparam budget = 64 + extra\nscore position\nkeep last half"
     lines = [line.partition(" = ")[0] for line in make_plan(checked(body)).resolve]
     assert lines[:5] == ["extra", "budget", "capacity", "recent", "half"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        ("victims shared by heads", "`victims shared by heads`"),
+        ("victims shared by layers", "`victims shared by layers`"),
+    ],
+)
+def test_what_cpp_leaves_to_torch(statement: str, refusal: str) -> None:
+    plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
+    assert plan.cpp is not None and plan.cpp.settle is None and plan.cpp.beyond == refusal

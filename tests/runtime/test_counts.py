@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -130,3 +131,13 @@ def test_steps_are_taken_back(model: LlamaForCausalLM) -> None:
     read(model, whole, ids)
     with pytest.raises(KvdslError):
         whole.crop(-2)
+
+
+def test_it_can_be_saved(model: LlamaForCausalLM) -> None:
+    cache = made(model, HALF)
+    read(model, cache, tokens(20))
+    again = pickle.loads(pickle.dumps(cache))
+    again.attach(model)
+    one = tokens(1, seed=9)
+    assert torch.equal(read(model, cache, one), read(model, again, one))
+    assert held(cache, 0, 1) == held(again, 0, 1) == newest(21, 10)
