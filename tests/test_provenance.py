@@ -64,15 +64,11 @@ def test_a_docstring_may_say_nothing_of_it(doc: str) -> None:
         ("reach: approximate: in blocks, not by token\n", "", "Mine states its source, but has no `reach:`"),
         ("arXiv 2501.00001", "arxiv.org/2501", "Mine: `year: 2025, arxiv.org/2501` is not of the form"),
         ("approximate: in", "nearly: in", "is neither `exact` nor `approximate: ` with how"),
-        (
-            "differs: each",
-            "unlike: each",
-            "Mine: `code: unlike: each query head chooses` has none of the forms `same`, `same with`, `diff",
-        ),
+        ("differs: each", "unlike: each", "Mine: `code: unlike: each query head chooses` has none of the forms `same`, `same with`, `diff"),
         ("differs: each query head\n  chooses", "same with", "Mine: `code: same with` has none of the forms"),
         ("checked: formula", "checked: looked", "there is no check `looked`; there are language, formula, kvpress"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(line: str, by: str, message: str) -> None:
     with pytest.raises(KvdslError) as raised:
         provenance("Mine", DOC.replace(line, by))

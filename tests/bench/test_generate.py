@@ -123,7 +123,6 @@ def test_contenders_take_turns_token_by_token(model: Any, ids: torch.Tensor, mon
 RACE = ["shift:equip_h2o", "fresh:equip_h2o", "equip_h2o", "shift:streaming_llm", NATIVE, STATIC, RECOMPUTE]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_shares_of_a_tokens_time(model: Any, ids: torch.Tensor, backend: str) -> None:
     wanted = contenders(RACE, {}, [16], model, backend, room=46)

@@ -90,7 +90,6 @@ def reference() -> tuple[Any, Any, Tensor]:
     return model, twin(load_reference_model()[0]), text
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("policy", RULES)
 def test_in_place_says_what_shift_and_append_says_for_hundreds_of_steps(policy: str, backend: str) -> None:

@@ -101,7 +101,6 @@ class Emulated(CpuBackend):
         return int.from_bytes(came[:4], "little", signed=True)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("policy", CASES)
 def test_an_emulated_processor_does_what_this_one_does(policy: str, built: Callable[[Path], Path]) -> None:
     spec, dtype, make = kvdsl.load(policy).spec, CASES[policy], torch.Generator().manual_seed(1)

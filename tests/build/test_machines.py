@@ -36,7 +36,6 @@ def test_flags_of_ones_own_come_last_and_name_what_is_built(monkeypatch: pytest.
         cxx.flags()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_cpp_tests_pass(machine: str, tmp_path: Path) -> None:
     compiler, flags = MACHINES[machine]

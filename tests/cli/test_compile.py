@@ -119,17 +119,6 @@ def test_errors_are_one_json_object(
     assert "error" in result.err
 
 
-def test_set_changes_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "compile", "roco", "--set", "budget=256")
-    assert "256 if budget is None" in Path("generated/roco/cache.py").read_text()
-
-
-def test_a_policy_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("calm.kv").write_text('kv 1\n\npolicy Calm {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n')
-    assert run(capsys, "compile", "calm.kv").code == 0
-    assert "class CalmCache" in Path("generated/calm/cache.py").read_text()
-
-
 def test_two_files_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
     Path("roco.kv").write_text('kv 1\n\npolicy Mine {\n  "Mine."\n}\n')
     result = run(capsys, "compile", "roco", "roco.kv")

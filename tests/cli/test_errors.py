@@ -37,12 +37,6 @@ USAGE = [
     (["compile", "roco", "--out", "file"], "file"),
 ]
 
-FINDINGS = [
-    (["compile", "roco", "--set", "budget=0"], "at least 1"),
-    (["compile", "roco", "--set", "budget=-1"], "at least 1"),
-    (["compile", "h2o", "--set", "budget=100", "--set", "recent=200"], "200"),
-]
-
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,49 +79,6 @@ def test_what_cannot_run(capsys: pytest.CaptureFixture[str], arguments: list[str
     assert says in result.err
     assert result.err.startswith("error: ")
     assert len(result.err.splitlines()) <= 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), FINDINGS, ids=lambda value: " ".join(value) if isinstance(value, list) else None
-)
-def test_what_a_setting_makes_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    result = run(capsys, *arguments)
-    assert result.code == 1
-    assert says in result.err
-    assert "error[KV" in result.err
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("scor mean(attn)", "`score`"),
-        ("keep lst 3", "last"),
-        ("keep first 600", "512"),
-        ("keep first 300\n  keep last 300", "600"),
-        ("override budget -1", "-1"),
-        ("param x = budgett", "`budget`"),
-        ("pages 16", "not"),
-    ],
-)
-def test_what_a_policy_gets_wrong(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
-    Path("mine.kv").write_text(POLICY.format(line))
-    for command in ("check", "compile", "explain"):
-        result = run(capsys, command, "mine.kv")
-        assert result.code == 1
-        assert says in result.err
-        assert "mine.kv:" in result.err
-
-
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"kv 1\0", b"", b"\x7fELF" + bytes(range(256)), b"kv 1\n" + b"#" * 70_000]
-)
-def test_what_is_no_policy(capsys: pytest.CaptureFixture[str], content: bytes) -> None:
-    Path("mine.kv").write_bytes(content)
-    for command in ("check", "compile", "explain"):
-        result = run(capsys, command, "mine.kv")
-        assert result.code == 1
-        assert result.out == ""
-        assert "error[KV" in result.err
 
 
 def test_a_library_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ ROPES = {
 
 
 def compare(
-    body: str, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1, fused: str = "cpu"
+    body: str, given: Random, *, budget: float, prompt: int, steps: int, at_once: int = 1, fused: str = "cpu"
 ) -> SlotState:
     """Torch and a backend with kernels make the same steps from the same states; the last one's."""
     spec = spec_of(body)
@@ -132,6 +132,12 @@ def test_many_sinks_move_together() -> None:
 def test_several_tokens_in_one_call(body: str) -> None:
     given = Random(2, DIM, torch.float32, rope_of(DIM))
     compare(body, given, budget=40, prompt=60, steps=8, at_once=7)
+
+
+def test_the_oldest_leaves_beside_free_slots() -> None:
+    """A row with less budget than another has some, which a gap in the ranks does not move."""
+    given = Random(1, DIM, torch.float32, rope_of(DIM))
+    compare("param budget = 8\nscore position\npositions compact", given, budget=0.5, prompt=60, steps=3)
 
 
 STATISTICS = (

@@ -163,7 +163,6 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.fail("nothing was found")
 
 
-@pytest.mark.nightly
 def test_the_interpreter_lies_within_its_bounds() -> None:
     """Its own steps beside what arithmetic allows them; most of them have one outcome only."""
     total = Tally()

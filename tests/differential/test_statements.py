@@ -112,6 +112,7 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 4\nslack 2\nmax_drop 3",
         PADDED,
     ),
+    "slack and no trigger": ("param budget = 8\nscore sum(attn)\nslack 2", PADDED),
     "hard cap, never triggered": ("param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 0", PADDED),
     # how many, as the data say
     "a share of the text": ("budget 0.3 * seen\nscore norm2(k)\nkeep first 1", PADDED),

@@ -109,7 +109,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, model: Any, tokenizer: Any) -> run.Be
 TODO = [tasks.TASKS[name] for name in ("books", "nearness", "fact")]
 
 
-@pytest.mark.nightly
 def test_a_run_goes_on_and_a_policy_that_cannot_is_said(
     bench: run.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +160,6 @@ def test_an_item_that_is_not_finished_in_time_is_dropped(
     assert {row["policy"] for row in whole} == {*bench.policies.classes}
 
 
-@pytest.mark.nightly
 def test_what_a_line_lacks_is_measured(bench: run.Bench, tmp_path: Path) -> None:
     """A line of before its task measured as much counts as none."""
     first = run.measure(bench, TODO[1:2], 1, tmp_path, {"length": 160})

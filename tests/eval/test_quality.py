@@ -155,7 +155,6 @@ def test_accuracy_counts_whole_answers(monkeypatch):
     assert retrieval.accuracy(None, trials, lambda: None, None, batch=2) == pytest.approx(2 / 3)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_a_cache_that_breaks_a_model_finds_nothing(backend):
     """The shipped model finds pass-keys in prompts that a policy keeps, whatever leaves of its answers; a window has lost most of them."""

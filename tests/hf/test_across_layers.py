@@ -107,18 +107,6 @@ def test_guesses_do_not_come_with_the_prompt() -> None:
         )
 
 
-def test_decoded_tokens_are_taken_back() -> None:
-    cache, ids = made(POOL), text(50)["input_ids"]
-    with torch.no_grad():
-        model()(ids[:, :40], **with_cache(cache))
-        before = kept(cache, 0)
-        cache.activate_past_recording()
-        for at in range(40, 43):
-            model()(ids[:, at : at + 1], **with_cache(cache))
-        cache.crop(-3)
-    assert kept(cache, 0) == before
-
-
 def test_only_managed_layers_share() -> None:
     """Of a model whose other layers have a sliding window."""
     from kvdsl import compile as compiled

@@ -66,11 +66,6 @@ def assert_same_slots(ours: Any, theirs: Any) -> None:
 MORE = {"gkv": {"window": 3, "buffer": 2}}
 
 
-def nightly(*values: str) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
-@pytest.mark.nightly
 def test_heads_vote_in_a_graph(model: Any) -> None:
     """What the KV heads of a layer choose together, in a compiled step as in an eager one."""
     body = f"param budget = {BUDGET}\nscore sum(attn)\nvictims shared by heads\nselect top 6 by sum(dot(q, k) over heads)"
@@ -83,8 +78,8 @@ def test_heads_vote_in_a_graph(model: Any) -> None:
 
 @pytest.mark.parametrize(("policy", "backend"), [
     ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"), ("gkv", "torch"),
-    ("knorm", "torch"), nightly("roco", "torch"), nightly("streaming_llm", "torch"), nightly("tova", "cpu"),
-    nightly("vatp_h2o", "torch"), nightly("keydiff", "torch"),
+    ("knorm", "torch"), ("roco", "torch"), ("streaming_llm", "torch"), ("tova", "cpu"),
+    ("vatp_h2o", "torch"), ("keydiff", "torch"),
 ])  # fmt: skip
 def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) -> None:
     """One graph without breaks, and what it does to tokens, slots, columns and length is what an eager step does."""
@@ -99,7 +94,7 @@ def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) 
 
 @pytest.mark.parametrize(
     ("layout", "backend"),
-    [nightly("roco_stored_in_blocks", "cpu"), nightly("halves", "cpu"), ("paged", "cpu"), nightly("paged", "torch")],
+    [("roco_stored_in_blocks", "cpu"), ("halves", "cpu"), ("paged", "cpu"), ("paged", "torch")],
 )
 def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) -> None:
     """Slots in blocks, whose pool and table stay where they are; keys' halves kept beside them; both."""
@@ -126,7 +121,6 @@ def test_a_budget_that_the_prompt_does_not_fill(model: Any) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_inductor(backend: str, model: Any) -> None:
     """The compiler that users have."""
@@ -138,8 +132,13 @@ def test_inductor(backend: str, model: Any) -> None:
 # -- recompilation -----------------------------------------------------------------------------------------------------
 
 
-def _compiled_once(policy: str, backend: str, steps: int) -> None:
-    model = zoo.make("Llama", num_hidden_layers=1)
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    "policy", ["roco", "streaming_llm", "roco_stored_in_blocks", "streaming_blocks", "halves", "equip_h2o", "paged"]
+)
+def test_steps_are_compiled_once(policy: str, backend: str) -> None:
+    """In every layout."""
+    model, steps = zoo.make("Llama", num_hidden_layers=1), 1000 if (policy, backend) == ("roco", "cpu") else 200
     ours = policies.make(policy, model, budget=BUDGET, backend=backend)
     forward = whole(model)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -147,24 +146,6 @@ def _compiled_once(policy: str, backend: str, steps: int) -> None:
         decode(model, forward, policies.make(policy, model, budget=BUDGET, backend=backend), 2)  # and none for another cache
     assert ours.get_seq_length() == PROMPT + steps
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("policy", ["roco", nightly("streaming_llm")])
-def test_steps_are_compiled_once(policy: str) -> None:
-    _compiled_once(policy, "cpu", 1000 if policy == "roco" else 200)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("policy", ["roco", "streaming_llm"])
-def test_steps_of_the_torch_backend_are_compiled_once(policy: str) -> None:
-    _compiled_once(policy, "torch", 200)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("layout", ["roco_stored_in_blocks", "streaming_blocks", "halves", "equip_h2o", "paged"])
-def test_steps_in_every_layout_are_compiled_once(layout: str, backend: str) -> None:
-    _compiled_once(layout, backend, 200)
 
 
 def test_what_is_kept_beside_the_keys_stays_from_one_compiled_step_to_the_next() -> None:
@@ -200,7 +181,7 @@ def test_eager_and_compiled_steps_may_alternate(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("compiler", ["eager", nightly("aot_eager")])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> None:
     """One graph, with the error where a backward runs, not where it is traced; none of the slots has a gradient."""
     cache = policies.make("roco", model, budget=BUDGET, backend="cpu")
@@ -211,7 +192,7 @@ def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> N
         logits.sum().backward()
 
 
-@pytest.mark.parametrize("compiler", ["eager", nightly("aot_eager")])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_gradients_of_what_was_cached_before_are_refused_in_graphs_as_well(compiler: str) -> None:
     """A frozen model's decoded token, behind compiled ones that gradients could be wanted of, which are one graph."""
     model = zoo.make("Llama")
@@ -236,7 +217,6 @@ def test_a_cache_that_grows_cannot_be_compiled_whole(model: Any) -> None:
         decode(model, whole(model), cache, 1)
 
 
-@pytest.mark.nightly
 def test_where_the_graph_may_break_a_cache_that_grows_is_served() -> None:
     """Correctly, with every layer outside of the graph."""
     model = zoo.make("Llama", num_hidden_layers=1)

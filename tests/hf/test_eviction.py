@@ -55,16 +55,6 @@ def test_padded_row_gets_what_it_gets_alone(family: str, policy: str) -> None:
         assert kept(together, row) == kept(alone, 0)
 
 
-def test_padding_in_front_of_all_rows_changes_nothing() -> None:
-    text = zoo.prompt(1, 20)
-    inputs = zoo.plain(text)
-    shifted = {name: torch.cat([torch.zeros(1, 9, dtype=torch.long), tensor], 1) for name, tensor in inputs.items()}
-    cache, expected = run("llama", policies.OBSERVING, inputs)
-    other, found = run("llama", policies.OBSERVING, shifted)
-    zoo.assert_same_text(found, expected)
-    assert kept(cache, 0) == kept(other, 0)
-
-
 def test_eviction_changes_the_text() -> None:
     """Otherwise the comparisons above would compare nothing."""
     inputs = zoo.plain(zoo.prompt(1, 40))
@@ -111,16 +101,6 @@ def test_a_budget_is_given_once() -> None:
 
 def test_a_large_budget_is_written_out() -> None:
     assert "(budget=1234567)" in repr(policies.make("tova", zoo.model("llama"), budget=1_234_567))
-
-
-def test_rate_of_the_prompt_is_per_row() -> None:
-    model = zoo.model("llama")
-    cache = policies.make(policies.OBSERVING, model, budget=0.5)
-    rows = zoo.prompt(2, 40)
-    zoo.greedy(model, zoo.left_padded([rows[0], rows[1, :20]]), 10, cache=cache)
-    live = (cache.positions(0) >= 0).sum(-1)
-    assert live[0].tolist() == [20, 20]
-    assert live[1].tolist() == [10, 10]
 
 
 def test_windowed_model_attends_within_its_window_only() -> None:

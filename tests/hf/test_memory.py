@@ -131,17 +131,6 @@ def test_a_cache_goes_when_nobody_has_it(how: str, name: str) -> None:
         gc.enable()
 
 
-def test_beams_reorder_in_place() -> None:
-    model = zoo.model("llama")
-    cache = policies.make(policies.OBSERVING, model, budget=12)
-    with torch.no_grad():
-        model(zoo.prompt(3, 20), **with_cache(cache))
-    began, before = addresses(cache), cache.positions(0)
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    assert addresses(cache) == began
-    assert torch.equal(cache.positions(0), before[[2, 0, 0]])
-
-
 @pytest.mark.parametrize("rows", [torch.tensor([1]), torch.tensor([False, True, False])], ids=["index", "mask"])
 def test_batch_operations(rows: torch.Tensor) -> None:
     model, ids = zoo.model("llama"), zoo.prompt(3, 20)

@@ -224,14 +224,6 @@ def test_attention_in_both_directions() -> None:
     said(error)
 
 
-def test_ready_made_masks() -> None:
-    model, ids = zoo.model("llama"), zoo.prompt(1, 6)
-    for mask in (torch.zeros(1, 1, 6, 6), torch.ones(1, 1, 6, 6).triu().bool()):
-        with pytest.raises(KvdslError, match=r"ready-made mask.*2-D") as error:
-            model(ids, attention_mask=mask, **with_cache(cache_for(model)))
-        said(error)
-
-
 def used(family: str = "llama", length: int = 20) -> tuple[Any, Any]:
     """A model and a cache that has text in it: 20 tokens of a prompt and 5 of 6 generated."""
     model = zoo.model(family)
@@ -261,19 +253,6 @@ def test_unrelated_prompt_in_a_bare_forward() -> None:
         model(ids, position_ids=torch.arange(7)[None], **with_cache(cache))
     said(error)
     model(ids, **with_cache(cache))  # says nothing about its place, so it continues
-
-
-def test_a_mask_that_hides_what_is_cached() -> None:
-    model, cache = used()
-    ids, mask = zoo.prompt(1, 7), torch.ones(1, 32, dtype=torch.long)
-    mask[0, :9] = 0
-    with pytest.raises(KvdslError, match=r"row 0 of the attention mask leaves out 9 of 25 tokens.*reset\(\)") as error:
-        model(ids, attention_mask=mask, **with_cache(cache))
-    said(error)
-    with pytest.raises(KvdslError, match="leaves out 9 of 25"):
-        model(ids[:, :1], attention_mask=mask[:, :26], **with_cache(cache))
-    assert cache.get_seq_length() == 25
-    model(ids, attention_mask=torch.ones_like(mask), **with_cache(cache))
 
 
 def test_padding_that_was_padding_when_it_came_is_left_out_again() -> None:

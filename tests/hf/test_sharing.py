@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvdsl
@@ -134,33 +134,12 @@ def test_a_released_model_takes_new_caches(own: str) -> None:
         model(ids, **with_cache(cache))
 
 
-@pytest.mark.nightly
-def test_saved_model_knows_nothing_of_kvdsl(tmp_path: Path) -> None:
-    model = bound("llama")
-    model.save_pretrained(tmp_path)
-    assert "kvdsl" not in (tmp_path / "config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "kvdsl" not in loaded.config._attn_implementation
-    with torch.no_grad():
-        difference = loaded(zoo.prompt(1, 9)).logits - zoo.untouched("llama")(zoo.prompt(1, 9)).logits
-    assert difference.abs().max() < 1e-5
-
-
 def test_copied_model() -> None:
     """A copy of a bound model is bound, and takes caches of its own."""
     model = copy.deepcopy(bound("llama"))
     cache = policies.make(policies.OBSERVING, model, budget=200)
     inputs = zoo.plain(zoo.prompt(1, 15))
     zoo.assert_same_text(zoo.greedy(model, inputs, 5, cache=cache), zoo.greedy(zoo.untouched("llama"), inputs, 5))
-
-
-def test_modes_of_modules_survive_the_self_test() -> None:
-    model = zoo.make("Llama").train()
-    model.model.layers[1].eval()
-    policies.make(policies.OBSERVING, model, budget=12)
-    assert model.training
-    assert model.model.layers[0].mlp.training
-    assert not model.model.layers[1].mlp.training
 
 
 def test_bare_decoder() -> None:
@@ -270,18 +249,6 @@ def test_attention_that_is_set_while_a_cache_lives() -> None:
         second = model(ids[:, :1], **with_cache(cache)).logits
     assert first.equal(expected[0])
     assert second.equal(expected[1])
-
-
-def test_a_model_made_from_a_bound_config_works_as_without_kvdsl() -> None:
-    model = zoo.make("Llama")
-    ids = zoo.prompt(1, 9)
-    expected = type(model)(copy.deepcopy(model.config)).eval()
-    cache = policies.make(policies.OBSERVING, model, budget=12)
-    made = type(model)(copy.deepcopy(model.config)).eval()
-    made.load_state_dict(expected.state_dict())
-    assert torch.equal(made(ids).logits, expected(ids).logits)
-    assert torch.equal(made.generate(ids, max_new_tokens=4), expected.generate(ids, max_new_tokens=4))
-    assert cache.get_seq_length() == 0
 
 
 def test_a_model_that_cannot_be_served_beside_one_that_can() -> None:

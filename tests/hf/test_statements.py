@@ -95,29 +95,6 @@ def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
-def test_heads_share_a_budget() -> None:
-    """All that the heads of a layer keep is as much as if each kept its budget; a head keeps its floor."""
-    cache = make("adakv")
-    with torch.no_grad():
-        model()(text(66)["input_ids"], **with_cache(cache))
-    live = torch.stack([(cache.positions(layer) >= 0).sum(-1)[0] for layer in cache.managed])
-    assert (live.sum(1) == 2 * 34).all()
-    assert (live >= 34 * 0.2 // 1).all()
-    assert (live[:, 0] != live[:, 1]).any(), "the heads should differ"
-
-
-def test_a_prompts_cache_grows_and_keeps_the_prompts_survivors() -> None:
-    cache = make("snapkv")
-    ids = text(80)["input_ids"]
-    with torch.no_grad():
-        model()(ids[:, :60], **with_cache(cache))
-        survivors = kept(cache, 0)
-        assert all(len(head) == 34 for layer in survivors for head in layer)
-        for at in range(60, 80):
-            model()(ids[:, at : at + 1], **with_cache(cache))
-    assert kept(cache, 0) == [[head + list(range(60, 80)) for head in layer] for layer in survivors]
-
-
 def test_history_is_shown_query_by_query() -> None:
     """What a query gave stands in its place; the last one's probabilities add up to 1 over the slots of the text."""
     cache = make("scissorhands_window", budget=100)
@@ -127,12 +104,6 @@ def test_history_is_shown_query_by_query() -> None:
     assert ring.shape == (*cache.positions(0).shape, 8)
     assert torch.allclose(ring[..., 29 % 8].sum(-1), torch.ones(1, 2))
     assert torch.allclose(ring[..., 25 % 8][cache.positions(0) <= 25].view(1, 2, -1).sum(-1), torch.ones(1, 2))
-
-
-def test_a_sketch_has_no_more_dims_than_a_key() -> None:
-    cache = make("sparcas", dims=17)
-    with pytest.raises(KvdslError, match="SparCas sketches 17 dims, but keys have 16; sketch fewer"):
-        model()(text(10)["input_ids"], **with_cache(cache))
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ RANKS = 2
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     model = zoo.make("Llama", num_attention_heads=8, num_key_value_heads=4)

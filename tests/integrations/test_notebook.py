@@ -154,7 +154,6 @@ SHOWS = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{make_notebooks.ROOT}:{make_notebooks.ROOT / 'lab'}")

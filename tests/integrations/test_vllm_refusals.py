@@ -62,17 +62,11 @@ def test_a_ratio_is_a_rate() -> None:
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
-        (
-            "param budget = 64\nscore sum(attn)\nselect top 32 by sum(q * max(k over page) over dims)\npages 4 + 4 * layer",
-            "`pages`",
-        ),
-        (
-            "select top 32 by sum(q * k over sketch)\nsketch top 4 + layer dims by abs(q) every 8 queries",
-            "`sketch`",
-        ),
+        ("param budget = 64\nscore sum(attn)\nselect top 32 by sum(q * max(k over page) over dims)\npages 4 + 4 * layer", "`pages`"),
+        ("select top 32 by sum(q * k over sketch)\nsketch top 4 + layer dims by abs(q) every 8 queries", "`sketch`"),
         ("param budget = 64\nscore mean(attn over last (8 + 4 * layer) queries)", "`over last N queries`"),
     ],
-)
+)  # fmt: skip
 def test_what_layers_cannot_have_of_their_own(lines: str, what: str) -> None:
     """A page has one size for all: bounds of more pages than it has room for were written over what lies behind them."""
     spec = spec_of(lines)

@@ -9,7 +9,6 @@ import pytest
 
 from kvdsl.compiler import package
 from kvdsl.ir.nodes import Policy
-from kvdsl.lower.expression import spelled
 from kvdsl.lower.plan import make_plan
 from kvdsl.lower.triton_hooks import ARGUMENTS
 from tests.lower.policies import checked, evicting
@@ -109,44 +108,6 @@ def test_nobody_has_to_agree_in_cpp_once_the_prompt_is_over(who: str) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_budget_is_a_number_of_its_own_where_it_is_read() -> None:
-    plan = make_plan(evicting("score where(age < budget / 2, 1, sum(attn))\nkeep top budget / 4 by age\nlayers 2.."))
-    assert dict(plan.numbers) == {"budget": "capacity", "capacity": "given.inside(capacity, low=2)"}
-    assert 'slots.number("budget")' in plan.torch.score[-1]
-    assert 'keep.top(slots.age, numbers["budget"] / 4)' in plan.torch.protect
-    assert plan.cpp is not None and plan.cpp.settle is not None
-    assert "head.param(Number::budget)" in plan.cpp.settle.loop[0]
-    assert plan.cpp.settle.overflow == "kvdsl::count(head.param(Number::capacity))"
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ("2..", "low=2"),
-        ("..9", "high=9"),
-        ("a..layers - 2", "low=a, high=given.layers - 2"),
-    ],
-)
-def test_layers(layers: str, expected: str) -> None:
-    evicts = make_plan(evicting(f"score sum(attn)\nlayers {layers}"))
-    assert dict(evicts.numbers)["capacity"] == f"given.inside(capacity, {expected})"
-    assert evicts.resolve[-1] == (
-        f'given.check_fits(given.largest(), given.largest(1), given.inside(capacity, {expected}), "keep last 1")'
-    )
-    selects = make_plan(checked(f"param a = 2\nselect top 16 by dot(q, k) in layers {layers}"))
-    assert f"select = given.inside(given.count(16, low=1), {expected})" in selects.resolve
-    assert dict(selects.numbers)["select"] == "select"
-    assert selects.resolve[-1] == (
-        'given.check_fits(given.largest(), given.largest(1), select, "keep last 1", selected=True)'
-    )
-
-
-def test_shared_budgets() -> None:
-    plan = make_plan(checked("param a = 2\nbudget 8 across heads floor 1 / a\nwhen prefill\nscore sum(attn)"))
-    assert dict(plan.numbers)["floor"] == "given.share(capacity, 1 / a)"
-    assert dict(plan.flags) == {"when": '"prefill"', "across": "True"}
-
-
 def test_budgets_that_layers_share() -> None:
     shared = "param a = 2\nwhen prefill\nscore sum(attn)\nkeep first 3\nbudget 8 across "
     pool = make_plan(checked(f"{shared}layers floor 1 / a"))
@@ -166,22 +127,6 @@ def test_blocks_of_the_prompt() -> None:
     plan = make_plan(evicting("score sum(attn)\nprefill blocks of 32 * a"))
     assert dict(plan.numbers)["prefill_block"] == "given.count(32 * a, low=1)"
     assert plan.cpp is not None
-
-
-def test_params_are_not_taken_for_numbers() -> None:
-    names = (
-        "select",
-        "page",
-        "floor_",
-        "capacity",
-        "sketch_dims",
-        "sketch_every",
-        "prefill_block",
-        "size_attn_ring",
-        "Ring",
-    )
-    assert all(spelled(name) == f"{name}_" for name in names)
-    assert spelled("budget") == "budget"
 
 
 # -- what a policy is --------------------------------------------------------------------------------------------------
@@ -209,18 +154,6 @@ def test_params_are_not_taken_for_numbers() -> None:
 )
 def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
     assert dict(make_plan(evicting(f"score sum(attn)\n{statement}")).flags) == flags
-
-
-@pytest.mark.parametrize(
-    ("statement", "refusal"),
-    [
-        ("victims shared by heads", "`victims shared by heads`"),
-        ("victims shared by layers", "`victims shared by layers`"),
-    ],
-)
-def test_what_cpp_leaves_to_torch(statement: str, refusal: str) -> None:
-    plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
-    assert plan.cpp is not None and plan.cpp.settle is None and plan.cpp.beyond == refusal
 
 
 BOUND = "sum(max(q * min(k over page), q * max(k over page)) over dims)"
@@ -277,10 +210,6 @@ def test_selecting_needs_no_statistics() -> None:
     assert (plain.torch.protects, plain.torch.protect, plain.torch.score) == (True, ("keep.last(1)",), ())
 
 
-def test_without_a_budget_or_a_selection_nothing_is_protected() -> None:
-    assert not make_plan(checked("")).torch.protects
-
-
 # -- the same in Triton ------------------------------------------------------------------------------------------------
 
 
@@ -306,19 +235,12 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
         ("select top 8 by dot(q, k) - age", "`select` by anything but dot(q, k)"),
         ("select top 8 by random()", "`select` by anything but dot(q, k)"),
         ("pages 4\nselect top 8 by dot(q, k)", "`pages` that rank by their tokens"),
-        (
-            "sketch top 4 dims by abs(q) * max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
-            "a sketch by anything but the query, dim by dim",
-        ),
-        (
-            "sketch top 4 dims by max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
-            "a sketch by anything but the query, dim by dim",
-        ),
+        ("sketch top 4 dims by abs(q) * max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+         "a sketch by anything but the query, dim by dim"),
+        ("sketch top 4 dims by max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+         "a sketch by anything but the query, dim by dim"),
         ("param budget = 8\nscore sum(attn)\nvictims shared by layers", "`victims shared by layers`"),
-        (
-            "param budget = 8\nscore max_pool(sum(attn), 3)\nvictims shared by heads",
-            "a pool of heads that agree on their victims",
-        ),
+        ("param budget = 8\nscore max_pool(sum(attn), 3)\nvictims shared by heads", "a pool of heads that agree on their victims"),
         ("param budget = 8\nscore norm2(k - mean(other(k) over others))", "what slots have of each other dim by dim"),
         ("param budget = 8\nscore max(sum(other(k) * v over dims) over others)", "what slots have of each other dim by dim"),
         ("param budget = 8\nscore sum(rank(attn))", "`rank`"),
@@ -326,21 +248,12 @@ def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: 
             (f"param budget = 8\nscore mean(dot(q, k) over last 4 queries)\nwhen {phase}", "what a query gives every slot")
             for phase in ("both", "prefill")
         ),
-        (
-            "param budget = 8\nscore sum(attn)\npages 4\nselect top 8 by dot(q, mean(k over page))",
-            "`select` by `pages` of what eviction",
-        ),
-        (
-            "pages 4 after 1\nselect top 8 by dot(q, mean(k over page))",
-            "`select` by `pages` that do not begin with the text",
-        ),
-        (
-            "group max\npages 4\nselect top 8 by dot(q, mean(k over page))",
-            "`select` by the mean key of a page, where the largest",
-        ),
+        ("param budget = 8\nscore sum(attn)\npages 4\nselect top 8 by dot(q, mean(k over page))", "`select` by `pages` of what eviction"),
+        ("pages 4 after 1\nselect top 8 by dot(q, mean(k over page))", "`select` by `pages` that do not begin with the text"),
+        ("group max\npages 4\nselect top 8 by dot(q, mean(k over page))", "`select` by the mean key of a page, where the largest"),
         ("select top 8 by max(dot(q, k) over heads) - age", "`select` by anything but dot(q, k)"),
     ],
-)
+)  # fmt: skip
 def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
@@ -379,3 +292,15 @@ def test_params_that_read_the_budget_stand_behind_it_wherever_they_are_declared(
     body = "param recent = budget / 4\nparam half = recent + 1\nparam extra = 3\nparam budget = 64 + extra\nscore position\nkeep last half"
     lines = [line.partition(" = ")[0] for line in make_plan(checked(body)).resolve]
     assert lines[:5] == ["extra", "budget", "capacity", "recent", "half"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        ("victims shared by heads", "`victims shared by heads`"),
+        ("victims shared by layers", "`victims shared by layers`"),
+    ],
+)
+def test_what_cpp_leaves_to_torch(statement: str, refusal: str) -> None:
+    plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
+    assert plan.cpp is not None and plan.cpp.settle is None and plan.cpp.beyond == refusal

@@ -105,7 +105,6 @@ def lab_works(python: str | Path, folder: Path, home: Path, **variables: str) ->
     assert shown.splitlines()[-1] == str([0] * len(kvdsl_lab.cli.COMMANDS))
 
 
-@pytest.mark.nightly
 def test_a_wheel(wheel: Path, tmp_path: Path) -> None:
     """Alone, without the laboratory: that is named where it is asked for."""
     python = environment(tmp_path / "venv", wheel)
@@ -127,7 +126,6 @@ def test_the_laboratory_beside_it(wheel: Path, lab_wheel: Path, tmp_path: Path) 
     lab_works(python, tmp_path, site)
 
 
-@pytest.mark.nightly
 def test_an_editable_install(tmp_path: Path) -> None:
     pytest.importorskip("editables")
     wheels = build("wheel:editable", ROOT, tmp_path / "dist"), build("wheel:editable", ROOT / "lab", tmp_path / "lab-dist")
@@ -136,7 +134,6 @@ def test_an_editable_install(tmp_path: Path) -> None:
     lab_works(python, tmp_path, ROOT / "lab")
 
 
-@pytest.mark.nightly
 def test_a_plain_checkout(tmp_path: Path) -> None:
     """Without any metadata: kvdsl looks for the laboratory on the path, too."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "lab")])

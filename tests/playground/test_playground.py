@@ -145,7 +145,6 @@ def seen(address: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.nightly
 class TestVisit:
     def test_nothing_fails_and_nothing_is_asked_of_others(self, seen: Any, address: str) -> None:
         assert seen["errors"] == []

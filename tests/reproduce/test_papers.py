@@ -25,7 +25,6 @@ def test_names(name: str) -> None:
             assert cells and len(set(cells)) == len(cells), one.name
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", list(PAPERS))
 def test_quick(name: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("reproduce", name, "--quick", "--model", str(tiny), "--backend", "torch", "--out", str(tmp_path / "out"))

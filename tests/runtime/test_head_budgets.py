@@ -133,14 +133,6 @@ def test_a_head_may_keep_everything(model: LlamaForCausalLM, policy: Path) -> No
     assert len(cache.layers[0].state.layout.key_pool) == 2 * (cache.layers[0].state.slots + small)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_hold_the_same(model: LlamaForCausalLM, policy: Path, backend: str) -> None:
-    caches = [kvdsl.load(policy.with_name(f"{name}.kv"))(model, backend=backend) for name in ("duo", "blocks")]
-    for ids in (tokens(40), *(tokens(1, seed=step) for step in range(4))):
-        logits = [read(model, cache, ids) for cache in caches]
-        assert torch.equal(*logits)
-
-
 def test_copies_pickles_and_beams(model: LlamaForCausalLM, policy: Path) -> None:
     cache = kvdsl.load(policy)(model, backend="torch")
     read(model, cache, tokens(40))

@@ -38,122 +38,44 @@ def test_query_heads() -> None:
         (("attend 1", LIVE), "KV0602", "the test does not name its policy", '"it works"', "begin it with `use NAME`"),
         (("use H2O", "use RoCo", "attend 1", LIVE), "KV0602", "a test is about one policy", "use RoCo", "write two tests"),
         (("use RoCO", "attend 1", LIVE), "KV0203", "unknown policy `RoCO`", "RoCO", "did you mean `RoCo`?"),
-        (
-            ("use RoCo at layer 8 of 8", "attend 1", LIVE),
-            "KV0606",
-            "there is no layer 8 of 8",
-            "8",
-            "layers count from 0: `set layer = 2` and `set layers = 8`",
-        ),
-        (
-            ("use H2O", "set buget = 3", "attend 1", LIVE),
-            "KV0603",
-            "`H2O` has no param `buget`",
-            "buget",
-            "did you mean `budget`?",
-        ),
+        (("use RoCo at layer 8 of 8", "attend 1", LIVE), "KV0606", "there is no layer 8 of 8", "8",
+         "layers count from 0: `set layer = 2` and `set layers = 8`"),
+        (("use H2O", "set buget = 3", "attend 1", LIVE), "KV0603", "`H2O` has no param `buget`", "buget", "did you mean `budget`?"),
         (("use H2O", "set budget = 3; set budget = 4", "attend 1", LIVE), "KV0603", "`budget` is set twice", "set budget = 4", None),
         (("use H2O", "set budget = nan", "attend 1", LIVE), "KV0603", "`budget` needs a number", "nan", None),
         (("use H2O", LIVE, "attend 1"), "KV0604", "no token has arrived yet", LIVE, None),
         (("use H2O", "attend 1", "set budget = 3", LIVE), "KV0604", "`set` comes after a token", "set budget = 3", None),
-        (
-            ("use H2O", "attend 1", "prompt { attend 1 }", LIVE),
-            "KV0604",
-            "after other tokens, a single token is not a prompt",
-            "prompt { attend 1 }",
-            "write the token alone, without `prompt { }`",
-        ),
+        (("use H2O", "attend 1", "prompt { attend 1 }", LIVE), "KV0604", "after other tokens, a single token is not a prompt",
+         "prompt { attend 1 }", "write the token alone, without `prompt { }`"),
         (("use H2O", "prompt { }", "attend 1", LIVE), "KV0604", "the prompt has no tokens", "prompt { }", "leave it out"),
-        (
-            ("use H2O", "prompt { attend 1; token key 1 }", LIVE),
-            "KV0604",
-            "a prompt's tokens are all `attend`, or all `token`",
-            "prompt { attend 1; token key 1 }",
-            None,
-        ),
-        (
-            ("use H2O", "prompt { attend 1; attend 0.5 }", LIVE),
-            "KV0605",
-            "expected 2 numbers, not 1",
-            "0.5",
-            "the prompt has 2 tokens up to this one",
-        ),
-        (
-            ("use H2O", "prompt { 3 times attend 1 }", LIVE),
-            "KV0605",
-            "expected 3 numbers, not 1",
-            "1",
-            "the prompt has 3 tokens up to this one",
-        ),
+        (("use H2O", "prompt { attend 1; token key 1 }", LIVE), "KV0604", "a prompt's tokens are all `attend`, or all `token`",
+         "prompt { attend 1; token key 1 }", None),
+        (("use H2O", "prompt { attend 1; attend 0.5 }", LIVE), "KV0605", "expected 2 numbers, not 1", "0.5",
+         "the prompt has 2 tokens up to this one"),
+        (("use H2O", "prompt { 3 times attend 1 }", LIVE), "KV0605", "expected 3 numbers, not 1", "1",
+         "the prompt has 3 tokens up to this one"),
         (("use H2O", "prompt { attend 1, rest 0, 1 }", LIVE), "KV0605", "expected one number, not 2", "1, rest 0, 1", None),
         (("use H2O", "attend 1 key 1, 2", "attend 1, 1 key 3", LIVE), "KV0605", "expected 2 numbers, as before, not 1", "3", None),
-        (
-            ("use H2O", "attend 1 value rest 1", LIVE),
-            "KV0605",
-            "a vector has no `rest`",
-            "rest 1",
-            "write all of its numbers",
-        ),
+        (("use H2O", "attend 1 value rest 1", LIVE), "KV0605", "a vector has no `rest`", "rest 1", "write all of its numbers"),
         (("use H2O", "attend 1 key 1 key 2", LIVE), "KV0605", "`key` is given twice", "key 2", None),
-        (
-            ("use H2O", "attend 1 / 1", "expect live 1 / 1 / 1"),
-            "KV0605",
-            "expected 2 KV heads, as before, not 3",
-            "expect live 1 / 1 / 1",
-            None,
-        ),
-        (
-            ("use H2O", "token query 1 and 2", "token query 1", LIVE),
-            "KV0605",
-            "expected 2 query heads, as before, not 1",
-            "query 1",
-            None,
-        ),
+        (("use H2O", "attend 1 / 1", "expect live 1 / 1 / 1"), "KV0605", "expected 2 KV heads, as before, not 3", "expect live 1 / 1 / 1",
+         None),
+        (("use H2O", "token query 1 and 2", "token query 1", LIVE), "KV0605", "expected 2 query heads, as before, not 1", "query 1", None),
         (("use H2O", "attend 1", "expect selected 0"), "KV0606", "`H2O` selects nothing", "expect selected 0", None),
         (("use H2O", "attend 1", "expect sketch 0"), "KV0606", "`H2O` has no sketch", "expect sketch 0", None),
         (("use Full", "attend 1", "expect score 0"), "KV0606", "`Full` has no score", "expect score 0", None),
-        (
-            ("use H2O", "attend 1", "expect state sum_atn 0"),
-            "KV0606",
-            "`H2O` has no state `sum_atn`",
-            "sum_atn",
-            "did you mean `sum_attn`?",
-        ),
-        (
-            ("use SparCas", "prompt { token key 1 }", "expect selected 0"),
-            "KV0606",
-            "a prompt's queries attend to everything",
-            "expect selected 0",
-            None,
-        ),
-        (
-            ("use SparCas", "attend 1", LIVE),
-            "KV0606",
-            "`SparCas` selects what a query attends to, which `attend` does not provide",
-            "attend 1",
-            "write `token query 1, 0 key 0, 1`, say",
-        ),
-        (
-            ("use H2O", "attend 1 query 1, 0", LIVE),
-            "KV0606",
-            "`attend` replaces the query, so the query would have no effect",
-            "query 1, 0",
-            "write one of them",
-        ),
-        (
-            ("use H2O", "attend 1"),
-            "KV0607",
-            "the test expects nothing",
-            '"it works"',
-            "a test checks something after its last token, such as `expect kept 0, 2`",
-        ),
-        (
-            ("use H2O", "set recent = 5; set budget = 4", 'expect error "5 tokens"', "attend 1", LIVE),
-            "KV0604",
-            "a refused policy does nothing",
-            LIVE,
-            None,
-        ),
+        (("use H2O", "attend 1", "expect state sum_atn 0"), "KV0606", "`H2O` has no state `sum_atn`", "sum_atn",
+         "did you mean `sum_attn`?"),
+        (("use SparCas", "prompt { token key 1 }", "expect selected 0"), "KV0606", "a prompt's queries attend to everything",
+         "expect selected 0", None),
+        (("use SparCas", "attend 1", LIVE), "KV0606", "`SparCas` selects what a query attends to, which `attend` does not provide",
+         "attend 1", "write `token query 1, 0 key 0, 1`, say"),
+        (("use H2O", "attend 1 query 1, 0", LIVE), "KV0606", "`attend` replaces the query, so the query would have no effect",
+         "query 1, 0", "write one of them"),
+        (("use H2O", "attend 1"), "KV0607", "the test expects nothing", '"it works"',
+         "a test checks something after its last token, such as `expect kept 0, 2`"),
+        (("use H2O", "set recent = 5; set budget = 4", 'expect error "5 tokens"', "attend 1", LIVE), "KV0604",
+         "a refused policy does nothing", LIVE, None),
     ],
 )  # fmt: skip
 def test_mistakes(steps: tuple[str, ...], code: str, message: str, at: str, help: str | None) -> None:
@@ -223,17 +145,6 @@ def test_titles_differ() -> None:
     test = 'test "it works" {\nuse H2O\nattend 1\nexpect live 1\n}\n'
     (one,) = check(text("use H2O", "attend 1", LIVE) + test).diagnostics
     assert (one.code, one.message) == ("KV0206", 'two tests are called "it works"')
-
-
-def test_errors_of_the_policy_are_its_own(tmp_path: Path) -> None:
-    """They are told once, at their place in the policy's file, and the tests are not checked."""
-    (tmp_path / "p.kv").write_text('kv 1\npolicy P {\n"A."\nparam budget = 9\nscore mean(atn)\n}\n')
-    tests = tmp_path / "p_test.kv"
-    test = "use P\nset budget = {}\nattend 1\nexpect live 1\n"
-    tests.write_text('kv 1\nimport "p.kv"\n' + "".join(f'test "{n}" {{\n{test.format(n)}}}\n' for n in (3, 4)))
-    analysis = analyse(tests)
-    assert [(one.code, one.span.text) for one in analysis.diagnostics] == [("KV0201", "atn")]
-    assert analysis.scenarios == ()
 
 
 def test_a_missing_import_is_told_alone() -> None:

@@ -62,18 +62,14 @@ def test_a_token_brings_what_the_caller_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "message", "help"),
     [
-        (
-            "attend 1",
-            "`P` needs `worth` of every token, which has no default",
-            "write `worth 0.5` after the token, say",
-        ),
+        ("attend 1", "`P` needs `worth` of every token, which has no default", "write `worth 0.5` after the token, say"),
         ("attend 1 given wort 1 given worth 1", "`P` has no input `wort`", "did you mean `worth`?"),
         ("attend 1 given worth 1, 2", "a given value is one number of the token", "separate the values of KV heads by"),
         ("attend 1 given worth rest 1", "a given value is one number of the token", "separate the values of KV heads by"),
         ("attend 1 given worth 1 given worth 2", "`worth` is given twice", ""),
         ("attend 1 given worth 1 / 2 / 3 value 1 / 2", "expected 3 KV heads, as before, not 2", ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_token_cannot_bring_is_said(tmp_path: Path, step: str, message: str, help: str) -> None:
     found = problem(written(tmp_path, step, "expect kept 0"))
     assert found.message == message

@@ -53,23 +53,6 @@ def test_a_token_by_its_vectors() -> None:
     assert rows(value) == [[(5,)]]
 
 
-def test_tokens_that_come_again_and_again() -> None:
-    prompt, token = read("prompt {", "attend 1", "3 times attend rest 0; 2 times token key 1", "}", "4 times attend rest 1")
-    assert isinstance(prompt, syn.Prompt)
-    assert isinstance(token, syn.Incoming)
-    assert [one.times for one in prompt.tokens] == [1, 3, 2]
-    assert token.times == 4
-
-
-def test_the_rest_of_a_row() -> None:
-    (token,) = read("attend 1, 2, rest 0.5, 3")
-    assert isinstance(token, syn.Incoming)
-    ((row,),) = token.brought[0].heads
-    assert row.of(3) == (1, 2, 3)
-    assert row.of(5) == (1, 2, 0.5, 0.5, 3)
-    assert [row.fits(count) for count in (2, 3, 30)] == [False, True, True]
-
-
 def test_expectations() -> None:
     kept, evicted, state, error = read(
         "expect kept 0, 4..9 / nothing", "expect evicted 1", "expect state sum_attn nan, 2", 'expect error "no \\"x\\""'
@@ -101,12 +84,7 @@ def test_the_words_of_tests_are_not_reserved() -> None:
         ("attend 1 2", "expected `,`, `..`, `key`, `query` or `value`, not `2`", "2", None),
         ("attend", "expected a number, `inf`, `nan` or `rest` after `attend`", "\n", None),
         ("token", "expected `key`, `query` or `value` after `token`", "\n", None),
-        (
-            "expect eror 'x'",
-            "expected `error` before a string, not `eror`",
-            "eror",
-            "did you mean `error`?",
-        ),
+        ("expect eror 'x'", "expected `error` before a string, not `eror`", "eror", "did you mean `error`?"),
         ("expect kept", "expected a number, a string, `inf`, `nan` or `rest` after `kept`", "\n", None),
         ("expect kept none", "expected a number or `nothing`, not `none`", "none", None),
         ("expect state 3", "expected a name, not `3`", "3", None),
@@ -114,7 +92,7 @@ def test_the_words_of_tests_are_not_reserved() -> None:
         ("3 attend 1", "expected `times`, not `attend`", "attend", None),
         ("score position", "expected a step of the test or `}`, not `score`", "score", None),
     ],
-)
+)  # fmt: skip
 def test_syntax_errors(step: str, message: str, at: str, help: str | None) -> None:
     assert [one for one in found("use H2O", "attend 1", step, "expect live 1") if one[0] != "KV0604"] == [
         ("KV0101", message, at, help)

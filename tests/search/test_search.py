@@ -172,7 +172,6 @@ def test_the_command_chooses_on_another_text(
     assert refused.code == 2 and "is of another search: choice sha256 was" in refused.err
 
 
-@pytest.mark.nightly
 def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, one = searched
     (folder / "found_9.kv").write_text("of an earlier choice")
@@ -191,7 +190,6 @@ def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pyte
     assert refused.code == 2 and "is of another search: seed was 0" in refused.err
 
 
-@pytest.mark.nightly
 def test_several_processes_judge_as_one_does() -> None:
     plan = Plan(None, None, None, (16,), ("text",), Bounds(), stretches=1, texts=2)
     policies = list(seeds().values())[:3]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from kvdsl.compiler import analyse
-from kvdsl.ir.nodes import AcrossLayers, Number
-from kvdsl.ir.printer import print_expression
 from tests.diagnostics.expect import body, check, policy
 from tests.sema.test_combinations import refused
 
@@ -16,31 +11,10 @@ STATEMENTS = ("param budget = 64", "score sum(attn)", "when prefill")
 WEIGHT = "sum(sum(attn * attn) over slots)"
 
 
-def test_what_it_becomes() -> None:
-    assert policy(*STATEMENTS).across_layers is None
-    pool = policy(*STATEMENTS, "budget budget across layers floor 0.5")
-    assert pool.across_layers == AcrossLayers(floor=Number(value=0.5))
-    assert (pool.one_pool, pool.heads_share, pool.across) == (True, True, None)
-    shares = policy(*STATEMENTS, f"budget budget across layers by sum({WEIGHT} over heads)")
-    assert shares.across_layers is not None and shares.across_layers.by is not None
-    assert print_expression(shares.across_layers.by) == f"sum({WEIGHT} over heads)"
-    assert (shares.one_pool, shares.heads_share) == (False, False)
-    both = policy(*STATEMENTS, "budget budget across heads floor 0.2 across layers by layer + 1 floor 0.1")
-    assert both.across == Number(value=0.2) and both.heads_share and not both.one_pool
-
-
 @pytest.mark.parametrize("by", [f"max({WEIGHT} over heads) ** 2 + budget", "layer", "prompt / (1 + layer)",
                                 f"sum(sum(sum(attn) / sum({WEIGHT} over heads) over slots) over heads)"])  # fmt: skip
 def test_weights(by: str) -> None:
     assert check(body(*STATEMENTS, f"budget budget across layers by {by}")).ok
-
-
-def test_a_statement_that_overrides_it_takes_it_back(tmp_path: Path) -> None:
-    (tmp_path / "p.kv").write_text(body(*STATEMENTS, "budget budget across heads across layers by layer"))
-    child = 'kv 1\nimport "p.kv"\npolicy C extends P {\n"A test."\noverride budget 2 * budget\n}\n'
-    (tmp_path / "c.kv").write_text(child)
-    found = analyse(tmp_path / "c.kv").policy
-    assert found.across_layers is None and found.across is None
 
 
 def test_only_after_prompts() -> None:

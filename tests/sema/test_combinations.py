@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse
-from kvdsl.ir.nodes import Axis, Input, Keep, LayerRange, Number, ParamRef, Reduce, Select, Sketch, call
-from kvdsl.ir.printer import print_expression, print_keep, print_policy
+from kvdsl.ir.nodes import Axis, Number, ParamRef, Reduce, call
+from kvdsl.ir.printer import print_policy
 from tests.diagnostics.expect import body, check, only, policy
 
 BUDGET = ("param budget = 64", "score sum(attn)")
 SKETCH = "sketch top 8 dims by abs(q) every 16 queries"
-LAST_1 = Keep(scope="last", count=Number(value=1))
 
 
 def refused(code: str, message: str, at: str, help: str | None, *statements: str, because: str | None = None) -> None:
@@ -40,30 +39,6 @@ def test_defaults() -> None:
     assert (checked.prefill, checked.prefill_block) == ("whole", None)
 
 
-@pytest.mark.parametrize(
-    ("statement", "field", "value"),
-    [
-        ("victims shared by heads", "victims", "heads"),
-        ("victims shared by layers", "victims", "layers"),
-        ("victims shared by nobody", "victims", "own"),
-        ("cap hard", "cap", "hard"),
-        ("cap soft", "cap", "soft"),
-        ("when prefill", "when", "prefill"),
-        ("when decode", "when", "decode"),
-        ("when both", "when", "both"),
-        ("positions compact", "positions", "compact"),
-        ("storage in_place", "storage", "in_place"),
-        ("prefill whole", "prefill", "whole"),
-        ("layers 2..", "layers", LayerRange(low=Number(value=2))),
-        ("layers ..3", "layers", LayerRange(high=Number(value=3))),
-        ("layers 2..2", "layers", LayerRange(low=Number(value=2), high=Number(value=2))),
-        ("layers ..", "layers", None),
-    ],
-)
-def test_statements(statement: str, field: str, value: object) -> None:
-    assert getattr(policy(*BUDGET, statement), field) == value
-
-
 def test_blocks() -> None:
     checked = policy("param n = 128", *BUDGET, "prefill blocks of 2 * n")
     assert checked.prefill == "blocks"
@@ -85,51 +60,6 @@ def test_an_override_of_the_budget_says_anew_whether_heads_share_it(tmp_path: Pa
         assert analyse(child).policy.across == across
 
 
-@pytest.mark.parametrize(
-    ("inherited", "changed", "field", "value"),
-    [
-        ("when prefill", "when both", "when", "both"),
-        ("cap hard", "cap soft", "cap", "soft"),
-        ("victims shared by heads", "victims shared by nobody", "victims", "own"),
-        ("layers 2..5", "layers ..3", "layers", LayerRange(high=Number(value=3))),
-        ("prefill blocks of 8", "prefill whole", "prefill_block", None),
-    ],
-)
-def test_inherited_statements_are_changed_by_override(
-    tmp_path: Path, inherited: str, changed: str, field: str, value: object
-) -> None:
-    (tmp_path / "base.kv").write_text(f'kv 1\npolicy Base {{ "d"; budget 8; score age; {inherited} }}\n')
-    child = tmp_path / "child.kv"
-    for word, code in (("override", None), ("", "KV0208")):
-        child.write_text(f'kv 1\nimport "base.kv"\npolicy Child extends Base {{ "d"; {word} {changed} }}\n')
-        found = analyse(child)
-        assert [one.code for one in found.diagnostics] == ([] if code is None else [code])
-        assert code is not None or getattr(found.policy, field) == value
-    assert only(body("budget 8", "score age", inherited, changed), "KV0207").span.text == changed
-
-
-def test_a_policy_that_selects() -> None:
-    checked = policy("param tokens = 64", SKETCH, "select top tokens by dot(q, k over sketch) in layers 2..layers - 1")
-    product = call("*", Input(name="q"), Input(name="k"))
-    assert checked.select == Select(
-        count=ParamRef(name="tokens"),
-        by=Reduce(op="sum", axis=Axis.DIM, body=product, within="sketch"),
-        low=Number(value=2),
-        high=call("-", Input(name="layers"), Number(value=1)),
-    )
-    assert checked.sketch is not None
-    assert checked.sketch == Sketch(count=Number(value=8), by=checked.sketch.by, every=Number(value=16))
-    assert print_expression(checked.sketch.by) == "abs(q)"
-    assert (checked.budget, checked.score, checked.keeps) == (None, None, (LAST_1,))
-
-
-def test_what_is_selected_by_pages_needs_no_over_page() -> None:
-    checked = policy("pages 16", "select top 64 by dot(q, k)", "keep first 16", "keep last 0")
-    assert checked.pages == Number(value=16)
-    assert [print_keep(keep) for keep in checked.keeps] == ["keep first 16"]
-    assert "keep last 0" in print_policy(checked)
-
-
 def test_pages_can_be_read_by_a_score() -> None:
     score = policy("param budget = 8", "pages 4", "score max(norm2(k) * prompt over page)").score
     assert isinstance(score, Reduce)
@@ -141,13 +71,6 @@ def test_what_select_ranks_by(by: str) -> None:
     assert policy(f"select top 8 by {by}").select is not None
 
 
-@pytest.mark.parametrize(
-    "by", ["q", "abs(q) * mean(abs(k) over slots)", "max(v over slots)", "std(k * position over slots)"]
-)
-def test_what_sketch_ranks_by(by: str) -> None:
-    assert policy("select top 8 by dot(q, k over sketch)", f"sketch top 8 dims by {by} every 1 queries").sketch is not None
-
-
 def test_evicting_and_selecting_compose() -> None:
     checked = policy(*BUDGET, "keep last 8", SKETCH, "select top budget / 2 by dot(q, k over sketch)")
     assert checked.budget is not None
@@ -155,19 +78,6 @@ def test_evicting_and_selecting_compose() -> None:
 
 
 # -- without a budget --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "trigger overflow >= 3", "max_drop 3", "cap hard", "victims shared by heads", "layers 2..", "when prefill", "positions compact",
-        "prefill blocks of 3",
-    ],
-)  # fmt: skip
-def test_statements_about_eviction_need_a_budget(statement: str) -> None:
-    message = f"without a budget nothing is evicted, so `{statement.split()[0]}` has no meaning"
-    for others in ((), ("select top 8 by age",)):
-        refused("KV0402", message, statement, "add `param budget = 512` and `score sum(attn)`, say", *others, statement)
 
 
 def test_the_budget_can_be_read_only_where_there_is_one() -> None:
@@ -208,22 +118,6 @@ def test_heads_that_share_a_budget_cannot_agree_on_victims() -> None:
     budget, victims = "budget 64 across heads", "victims shared by layers"
     help = "leave out `victims` or `across heads`"
     refused("KV0412", message, victims, help, budget, "score sum(attn)", "when prefill", victims, because=budget)
-
-
-@pytest.mark.parametrize(
-    ("statements", "at"),
-    [
-        (("budget 64 + layer", "score sum(attn)"), "64 + layer"),
-        (("param budget = 64 * layers / (1 + layer)", "score sum(attn)"), "64 * layers / (1 + layer)"),
-        ((*BUDGET, "keep top layer by age"), "layer"),
-        (("param n = 2 ** layer", *BUDGET, "trigger overflow >= n"), "n"),
-    ],
-)
-def test_layers_with_the_same_victims_keep_equally_many(statements: tuple[str, ...], at: str) -> None:
-    message = f"layers with the same victims keep the same number of tokens, but `{at}` reads `layer`"
-    victims = "victims shared by layers"
-    refused("KV0419", message, at, "write `victims shared by heads`", *statements, victims, because=victims)
-    assert check(body(*statements, "victims shared by heads")).ok
 
 
 def test_layers_cannot_agree_on_the_victims_of_a_block() -> None:
@@ -289,24 +183,6 @@ def test_a_policy_that_selects_reads_no_logits(statement: str) -> None:
     at = statement.split(" by ")[-1].removeprefix("score ").removeprefix("keep where ")
     help = "read `attn`, which is 0 there"
     refused("KV0418", message, at, help, *others, statement, because="select top 8 by age")
-
-
-@pytest.mark.parametrize(
-    ("by", "has", "help"),
-    [
-        ("q", "has one number per query and dim", "for example `dot(q, k)`"),
-        ("q * k", "has one number per query, slot and dim", "reduce it over dims: `sum(q * k over dims)`"),
-        (
-            "v",
-            "has one number per slot and dim",
-            "multiply it by the query, `dot(q, v)`, or reduce it over dims: `sum(v over dims)`",
-        ),
-        ("layer", "is a single number", "for example `dot(q, k)`"),
-    ],
-)
-def test_select_ranks_slots(by: str, has: str, help: str) -> None:
-    message = f"what `select` ranks by has one number per slot, and may vary over queries, but `{by}` {has}"
-    refused("KV0314", message, by, help, f"select top 8 by {by}")
 
 
 @pytest.mark.parametrize(
@@ -379,28 +255,15 @@ def test_only_select_reads_the_sketch(what: str, statements: tuple[str, ...]) ->
         ((*BUDGET, "layers ..0 - 2"), "the last layer of `layers` is at least 0, but `0 - 2` is -2", "0 - 2"),
         ((*BUDGET, "storage blocks 0"), "the size of `storage blocks` is at least 1, but `0` is 0", "0"),
         ((*BUDGET, "prefill blocks of 0"), "the size of `prefill blocks` is at least 1, but `0` is 0", "0"),
-        (
-            ("budget 64 across heads floor 1.5", "score age", "when prefill"),
-            "the floor lies between 0 and 1, but `1.5` is 1.5",
-            "1.5",
-        ),
-        (
-            ("select top 8 by dot(q, k over sketch)", "sketch top 257 dims by q every 1 queries"),
-            "the count of `sketch` lies between 1 and 256, but `257` is 257",
-            "257",
-        ),
-        (
-            ("param n = 0", "select top 8 by dot(q, k over sketch)", "sketch top 8 dims by q every n queries"),
-            "the interval of `sketch` is at least 1, but `n` is 0",
-            "n",
-        ),
+        (("budget 64 across heads floor 1.5", "score age", "when prefill"), "the floor lies between 0 and 1, but `1.5` is 1.5", "1.5"),
+        (("select top 8 by dot(q, k over sketch)", "sketch top 257 dims by q every 1 queries"),
+         "the count of `sketch` lies between 1 and 256, but `257` is 257", "257"),
+        (("param n = 0", "select top 8 by dot(q, k over sketch)", "sketch top 8 dims by q every n queries"),
+         "the interval of `sketch` is at least 1, but `n` is 0", "n"),
         (("param budget = 64", "score ema(attn, -0.1)"), "the decay of `ema` lies between 0 and 1, but `-0.1` is -0.1", "-0.1"),
         (("param budget = 64", "score max_pool(age, 0)"), "the width of `max_pool` is at least 1, but `0` is 0", "0"),
-        (
-            ("param n = budget - 64", "param budget = 64", "score sum(attn over last n queries)"),
-            "the N of `over last N queries` is at least 1, but `n` is 0",
-            "n",
-        ),
+        (("param n = budget - 64", "param budget = 64", "score sum(attn over last n queries)"),
+         "the N of `over last N queries` is at least 1, but `n` is 0", "n"),
     ],
 )  # fmt: skip
 def test_numbers_have_bounds(statements: tuple[str, ...], message: str, at: str) -> None:
@@ -438,23 +301,6 @@ def test_blocks_have_a_size_and_nothing_else_has(statement: str, message: str, a
     refused("KV0420", message, at, help, *BUDGET, statement)
 
 
-@pytest.mark.parametrize(
-    ("statement", "known"),
-    [
-        ("victims shared by chance", "`victims` is `nobody`, `heads` or `layers`"),
-        ("victims shared by all", "write `heads`"),
-        ("cap off", "`cap` is `soft` or `hard`"),
-        ("when now", "`when` is `both`, `prefill` or `decode`"),
-        ("storage paged 3", "write `blocks`"),
-        ("rope none", "`rope` is `fused` or `cached`"),
-        ("prefill chunk", "write `blocks`"),
-    ],
-)
-def test_words(statement: str, known: str) -> None:
-    found = only(body(*BUDGET, "positions compact", statement), "KV0310")
-    assert found.help == known
-
-
 def test_keeps_fit_into_what_is_selected() -> None:
     message = "`keep first 60` and `keep last 10` protect 70 tokens, but the number of selected tokens is 64"
     found = only(body("select top 64 by age", "keep first 60", "keep last 10"), "KV0404")
@@ -484,77 +330,25 @@ def test_a_scope_protects_from_eviction_only() -> None:
     ("statements", "message", "at", "help"),
     [
         (("slack 4",), "without `max_drop` a prune goes down to the budget, so `slack` has no effect", "4", "add `max_drop 8`, say"),
-        (
-            ("max_drop 4",),
-            "in the long run a prune drops everything above the budget (1 token), as without `slack` and `max_drop`",
-            "4",
-            "choose `max_drop` below the `trigger`",
-        ),
-        (
-            ("trigger overflow >= 8", "max_drop 4"),
-            "in the long run a prune drops everything above the budget (8 tokens), as without `slack` and `max_drop`",
-            "4",
-            "raise the `slack`",
-        ),
-        (
-            ("trigger overflow >= 32", "slack 4", "max_drop 8"),
-            "in the long run a prune drops 28 tokens, although `max_drop` is 8",
-            "8",
-            "a `slack` of 24 makes it 8",
-        ),
-        (
-            ("trigger overflow >= 32", "slack 31", "max_drop 1"),
-            "in the long run a prune drops a single token, at every step",
-            "1",
-            "choose a larger `max_drop`",
-        ),
-        (
-            ("trigger overflow >= 0", "max_drop 8"),
-            "with `trigger overflow >= 0` nothing is ever pruned, so this has no effect",
-            "8",
-            None,
-        ),
-        (
-            ("keep last 0.1",),
-            "`keep last 0.1` protects no token: 0.1 is floored to 0, so not even the newest one is protected",
-            "keep last 0.1",
-            "a ratio of the budget is written `0.1 * budget`",
-        ),
-        (
-            ("keep first budget / 128",),
-            "`keep first budget / 128` protects no token: 0.5 is floored to 0",
-            "keep first budget / 128",
-            None,
-        ),
-        (
-            ("select top 65 by age",),
-            "no more than 65 tokens are cached while decoding, so nothing is skipped",
-            "65",
-            "select fewer, or raise the budget",
-        ),
+        (("max_drop 4",), "in the long run a prune drops everything above the budget (1 token), as without `slack` and `max_drop`", "4",
+         "choose `max_drop` below the `trigger`"),
+        (("trigger overflow >= 8", "max_drop 4"),
+         "in the long run a prune drops everything above the budget (8 tokens), as without `slack` and `max_drop`", "4",
+         "raise the `slack`"),
+        (("trigger overflow >= 32", "slack 4", "max_drop 8"), "in the long run a prune drops 28 tokens, although `max_drop` is 8", "8",
+         "a `slack` of 24 makes it 8"),
+        (("trigger overflow >= 32", "slack 31", "max_drop 1"), "in the long run a prune drops a single token, at every step", "1",
+         "choose a larger `max_drop`"),
+        (("trigger overflow >= 0", "max_drop 8"), "with `trigger overflow >= 0` nothing is ever pruned, so this has no effect", "8", None),
+        (("keep last 0.1",), "`keep last 0.1` protects no token: 0.1 is floored to 0, so not even the newest one is protected",
+         "keep last 0.1", "a ratio of the budget is written `0.1 * budget`"),
+        (("keep first budget / 128",), "`keep first budget / 128` protects no token: 0.5 is floored to 0", "keep first budget / 128", None),
+        (("select top 65 by age",), "no more than 65 tokens are cached while decoding, so nothing is skipped", "65",
+         "select fewer, or raise the budget"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect(statements: tuple[str, ...], message: str, at: str, help: str | None) -> None:
     refused("KV0421", message, at, help, *BUDGET, *statements)
-
-
-@pytest.mark.parametrize(
-    "statements",
-    [
-        ("trigger overflow >= 32", "slack 24", "max_drop 8"),
-        ("trigger overflow >= 0",),
-        ("cap hard", "slack 4"),
-        ("trigger overflow >= 0", "cap hard", "slack 4", "max_drop 2"),
-        ("slack 0", "max_drop 0"),
-        ("trigger overflow >= prompt", "slack 4", "max_drop 8"),
-        ("select top 64 by age",),
-        ("select top 100 by age", "layers 2.."),
-        ("select top 100 by age", "when prefill"),
-        ("select top 100 by age", "trigger overflow >= 40"),
-    ],
-)
-def test_what_has_an_effect(statements: tuple[str, ...]) -> None:
-    assert policy(*BUDGET, *statements).name == "P"
 
 
 def test_drops_are_those_of_the_formula() -> None:
@@ -577,15 +371,6 @@ def _drops(trigger: int, slack: int, most: int) -> Iterator[int]:
             if over > target:
                 yield over - target
             over = min(over, target)
-
-
-def test_histories_that_cost_more_than_what_is_cached() -> None:
-    help = "a history of 128 queries costs as much; `ema(...)` costs 4 bytes"
-    message = "the history takes 516 bytes a token, more than a key and value of 128 dims in 16 bits"
-    refused("KV0422", message, "over last 129 queries", help, "budget 64", "score sum(attn over last 129 queries)")
-    assert policy("budget 64", "score sum(attn over last 128 queries) / mean(attn over last 128 queries)").score
-    scores = "sum(attn over last 64 queries) + sum(2 * attn over last 65 queries)"
-    refused("KV0422", message, "over last 64 queries", help, "budget 64", f"score {scores}")
 
 
 @pytest.mark.parametrize("statement", ["storage blocks 16", "rope cached"])

@@ -100,19 +100,12 @@ def test_a_selection_is_counted_before_the_query_attends() -> None:
     ("lines", "code", "says"),
     [
         (("budget sum(max_pool(sum(attn), 3) over slots)", "score sum(attn)"), "KV0313", "the budget cannot pool"),
-        (
-            ("budget sum(mean(dot(q, k) over text) over slots)", "score sum(attn)", "when prefill"),
-            "KV0324",
-            "the budget cannot read `over text`",
-        ),
+        (("budget sum(mean(dot(q, k) over text) over slots)", "score sum(attn)", "when prefill"), "KV0324",
+         "the budget cannot read `over text`"),
         (("budget sum(mean(query_head) over slots)", "score sum(attn)"), "KV0308", "the budget cannot read `query_head`"),
-        (
-            ("select top sum(max_pool(position, 3) over slots) by dot(q, k)",),
-            "KV0313",
-            "the count of `select` cannot pool",
-        ),
+        (("select top sum(max_pool(position, 3) over slots) by dot(q, k)",), "KV0313", "the count of `select` cannot pool"),
     ],
-)
+)  # fmt: skip
 def test_counts_read_what_is_there_for_them(lines: tuple[str, ...], code: str, says: str) -> None:
     found = only(body(*lines), code)
     assert found.message.startswith(says)

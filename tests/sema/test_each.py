@@ -53,23 +53,12 @@ def test_each_may_count_for_itself_and_read_its_number() -> None:
         (("param budget = 512", "score sum(dot(q, k))"), "sum(sum(q * k over dims))", "sum(dot(q, k))"),
         (("param budget = 512", "score position", "keep top 9 by last(attn)"), "last(attn)", "last(attn)"),
         (("param budget = 512", "score position", "keep where sum(attn) > 1"), "sum(attn) > 1", "sum(attn) > 1"),
-        (
-            ("param budget = 512", "budget enough(sum(attn), 0.9)", "score age"),
-            "enough(sum(attn), 0.9)",
-            "enough(sum(attn), 0.9)",
-        ),
-        (
-            ("param budget = 512", "score fold(max(prev, attn), 0)"),
-            "fold(max(prev, attn), 0)",
-            "fold(max(prev, attn), 0)",
-        ),
-        (
-            ("param budget = 512", "when prefill", "score mean(dot(q, k) over text)"),
-            "mean(sum(q * k over dims) over text)",
-            "mean(dot(q, k) over text)",
-        ),
+        (("param budget = 512", "budget enough(sum(attn), 0.9)", "score age"), "enough(sum(attn), 0.9)", "enough(sum(attn), 0.9)"),
+        (("param budget = 512", "score fold(max(prev, attn), 0)"), "fold(max(prev, attn), 0)", "fold(max(prev, attn), 0)"),
+        (("param budget = 512", "when prefill", "score mean(dot(q, k) over text)"), "mean(sum(q * k over dims) over text)",
+         "mean(dot(q, k) over text)"),
     ],
-)
+)  # fmt: skip
 def test_one_number_of_the_group_is_refused(statements: tuple[str, ...], text: str, at: str) -> None:
     expect(body(*statements, SELECT, "group each"), "KV0442", one_number(text), at, HELP)
 

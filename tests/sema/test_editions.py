@@ -105,18 +105,12 @@ def test_what_with_would_change_stays_as_it_is(upgrade, body: str, message: str)
 @pytest.mark.parametrize(
     ("text", "at", "help"),
     [
-        (
-            'policy Mine extends H2O { "Mine."; score age }',
-            "extends H2O",
-            "write `policy Mine = H2O with`: each line replaces what it names, and a `keep` replaces those of its kind",
-        ),
-        (
-            'policy Mine = H2O with { "Mine."; override score age }',
-            "override ",
-            "leave it out, and write `policy A = B with`, where a line replaces what it names",
-        ),
+        ('policy Mine extends H2O { "Mine."; score age }', "extends H2O",
+         "write `policy Mine = H2O with`: each line replaces what it names, and a `keep` replaces those of its kind"),
+        ('policy Mine = H2O with { "Mine."; override score age }', "override ",
+         "leave it out, and write `policy A = B with`, where a line replaces what it names"),
     ],
-)
+)  # fmt: skip
 def test_the_newest_edition_has_one_way_to_change_a_policy(text: str, at: str, help: str) -> None:
     found = only(f"kv 2\nimport h2o\n\n{text}\n", "KV0117")
     assert (found.span.text, found.help) == (at, help)

@@ -1,7 +1,5 @@
 """Functions: arguments by name, defaults, and the prelude's `pyramid`."""
 
-from itertools import pairwise
-
 import pytest
 
 from kvdsl.ir.ops import NAMED_FUNCTIONS
@@ -120,19 +118,6 @@ def test_a_default_is_not_evaluated_where_an_argument_is_given() -> None:
 
 
 # -- pyramid -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("beta", "layers"), [(20, 32), (20, 2), (4, 7), (1, 5)])
-def test_a_pyramid_falls_linearly_around_its_mean(beta: int, layers: int) -> None:
-    expr = policy(f"budget pyramid(1000, beta = {beta})", "score age").budget
-    assert expr is not None
-    values = [value_of(expr, {"@layer": float(layer), "@layers": float(layers)}) for layer in range(layers)]
-    known = [value for value in values if value is not None]
-    assert len(known) == layers
-    assert (known[0], known[-1]) == (pytest.approx(2000 - 1000 / beta), pytest.approx(1000 / beta))
-    assert sum(known) / layers == pytest.approx(1000)
-    steps = {round(before - after, 9) for before, after in pairwise(known)}
-    assert len(steps) == 1
 
 
 def test_a_pyramid_of_one_layer_is_flat() -> None:

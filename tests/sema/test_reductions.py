@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Number, Other, ParamRef, Rank, Reduce, call
+from kvdsl.ir.nodes import PREVIOUS, Axis, Expr, Fold, Input, Number, Other, ParamRef, Reduce, call
 from kvdsl.ir.printer import print_expression, print_policy
 from kvdsl.ir.visitors import axes_of
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
@@ -14,14 +14,6 @@ def score(text: str, *statements: str) -> Expr:
     checked = policy("param budget = 64", *statements, f"score {text}").score
     assert checked is not None
     return checked
-
-
-def test_over_the_last_queries() -> None:
-    expected = Reduce(op="std", axis=Axis.QUERY, body=ATTN, last=Input(name="budget"))
-    assert score("std(attn over last budget queries)") == expected
-    assert score("f(history)", "param history = 9", "let f(n) = std(attn over last n queries)") == Reduce(
-        op="std", axis=Axis.QUERY, body=ATTN, last=ParamRef(name="history")
-    )
 
 
 def test_ema() -> None:
@@ -48,14 +40,6 @@ def test_pools() -> None:
     assert score("-mean_pool(age, prompt)") == call("neg", call("mean_pool", Input(name="age"), Input(name="prompt")))
 
 
-def test_pages() -> None:
-    checked = score("max(dot(q, min(k over page)))", "pages 8")
-    assert isinstance(checked, Reduce)
-    assert print_expression(checked) == "max(sum(q * min(k over page) over dims) over queries)"
-    within = Reduce(op="min", axis=Axis.SLOT, body=Input(name="k"), within="page")
-    assert axes_of(within) == {Axis.SLOT, Axis.DIM}
-
-
 def test_the_next_page() -> None:
     assert score("min(age over next page)", "pages 8") == Reduce(
         op="min", axis=Axis.SLOT, body=Input(name="age"), within="next"
@@ -68,16 +52,6 @@ def test_the_next_page() -> None:
     assert only(body("param budget = 8", "score sum(age over next page)"), "KV0416")
     found = only(body("param budget = 8", "pages 4 after live", "score sum(age over page)"), "KV0308")
     assert found.message == "`live` changes from step to step, so the beginning of `pages` cannot read it"
-
-
-def test_ranks() -> None:
-    assert score("rank(sum(attn))") == Rank(body=Reduce(op="sum", axis=Axis.QUERY, body=ATTN))
-    assert score("rank(age over slots)") == score("rank(age)")
-    checked = score("rank(age over page) + sum(attn * rank(attn + dot(q, k)))", "pages 8")
-    assert print_expression(checked) == "rank(age over page) + sum(attn * rank(attn + sum(q * k over dims)))"
-    assert axes_of(checked) == {Axis.SLOT}
-    message = "`over page` needs the length of a page"
-    assert only(body("param budget = 8", "score rank(age over page)"), "KV0416").message == message
 
 
 def test_others() -> None:
@@ -96,15 +70,6 @@ def test_others() -> None:
     prompt = ("param budget = 8", "when prefill", "score max(mean(dot(q, k) over text) * other(age) over others)")
     message = "slots are compared per KV head, so `over others` cannot read values per query head"
     assert only(body(*prompt), "KV0325").message == message
-
-
-def test_dot_takes_its_dims_with_its_last_argument() -> None:
-    for text in ("dot(q, k over dims)", "dot(q, k)", "sum(q * k over dims)"):
-        assert score(f"sum({text})") == score("sum(dot(q, k))")
-    checked = policy("select top 8 by dot(q, k over sketch)", "sketch top 4 dims by abs(q) every 2 queries").select
-    assert checked is not None
-    assert isinstance(checked.by, Reduce)
-    assert (checked.by.axis, checked.by.within) == (Axis.DIM, "sketch")
 
 
 @pytest.mark.parametrize("text", ["sum(dot(q, k) over last 3 queries)", "ema(attn, 0.5)", "max_pool(age, 3)"])
@@ -140,8 +105,7 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("sum(attn over last max(age over slots) queries)", "KV0308",
          "the N of `over last N queries` cannot depend on what is cached, as `max(age over slots)` does",
          "max(age over slots)", "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`"),
-        ("max_pool(age)", "KV0306", "`max_pool` takes a value and a width", "max_pool(age)",
-         "write `max_pool(age, 7)`"),
+        ("max_pool(age)", "KV0306", "`max_pool` takes a value and a width", "max_pool(age)", "write `max_pool(age, 7)`"),
         ("max_pool(age over slots, 3)", "KV0306", "`max_pool` is not a reduction of one value, so `over` has no meaning here",
          "over slots", REDUCTIONS),
         ("max_pool(attn, 7)", "KV0313", "`max_pool` pools along the slots, but `attn` has one number per query and slot",
@@ -163,8 +127,7 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
          "attn", "`max(sum(attn) over page)`, say"),
         ("sum(max(q * k over page) over dims)", "KV0312",
          "`over page` needs a value that does not depend on the query, but `q * k` has one number per query, slot and dim", "q * k", None),
-        ("max(random() over page)", "KV0311", "`random()` cannot be reduced over pages", "random()",
-         "move it out of the reduction"),
+        ("max(random() over page)", "KV0311", "`random()` cannot be reduced over pages", "random()", "move it out of the reduction"),
         ("rank(attn over queries)", "KV0306", "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
          "rank(attn over queries)", "write `rank(attn)`"),
         ("rank(age over next page)", "KV0306", "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
@@ -192,8 +155,7 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
         ("fold(attn + fold(prev + attn, 0), 0)", "KV0306",
          "a fold continues from `prev`, which `attn + fold(prev + attn, 0)` does not read",
          "attn + fold(prev + attn, 0)", "`last(attn + fold(prev + attn, 0))` is the newest one"),
-        ("fold(prev + attn over slots, 0)", "KV0307", "a fold ranges over queries or prunes", "over slots",
-         "write `fold(prev + attn, 0)`"),
+        ("fold(prev + attn over slots, 0)", "KV0307", "a fold ranges over queries or prunes", "over slots", "write `fold(prev + attn, 0)`"),
         ("fold(prev + q * k, 0)", "KV0304",
          "a fold has one number per slot and query, but `prev + q * k` has one number per query, slot and dim",
          "prev + q * k", "reduce it over dims: `sum(prev + q * k over dims)`"),
@@ -245,12 +207,10 @@ EMA = "`ema(x, d)` is `fold(d * prev + (1 - d) * x, x)`"
          "attn * other(age)", "reduce the part that varies over queries"),
         ("other(age) + 1", "KV0301", "a score has one number per slot, but `other(age) + 1` has one number per other slot",
          "other(age) + 1", "reduce it over others: `sum(other(age) + 1 over others)`"),
-        ("sum(dot(k, other(k)) over slots)", "KV0325",
-         "`sum` cannot read another slot: only a reduction `over others` reads `other(...)`", "sum(dot(k, other(k)) over slots)",
-         "reduce it first: `sum(dot(k, other(k)) over others)`"),
-        ("max(other(age) over heads)", "KV0325",
-         "`max` cannot read another slot: only a reduction `over others` reads `other(...)`", "max(other(age) over heads)",
-         "reduce it first: `sum(other(age) over others)`"),
+        ("sum(dot(k, other(k)) over slots)", "KV0325", "`sum` cannot read another slot: only a reduction `over others` reads `other(...)`",
+         "sum(dot(k, other(k)) over slots)", "reduce it first: `sum(dot(k, other(k)) over others)`"),
+        ("max(other(age) over heads)", "KV0325", "`max` cannot read another slot: only a reduction `over others` reads `other(...)`",
+         "max(other(age) over heads)", "reduce it first: `sum(other(age) over others)`"),
         ("rank(other(age))", "KV0325", "`rank` cannot read another slot: only a reduction `over others` reads `other(...)`",
          "rank(other(age))", "reduce it first: `sum(other(age) over others)`"),
         ("norm2(max(turn(other(k), 3) over others))", "KV0325",
@@ -296,14 +256,9 @@ def test_the_prompts_queries_are_for_scores() -> None:
     [
         ("dot(mean(q), k)", "q", "query and dim", "mean(dot(q, k))"),
         ("sum(sum(q * k) over dims)", "q * k", "query, slot and dim", "sum(sum(q * k over dims))"),
-        (
-            "norm1(max(attn * v over last 4 queries))",
-            "attn * v",
-            "query, slot and dim",
-            "max(sum(attn * v over dims) over last 4 queries)",
-        ),
+        ("norm1(max(attn * v over last 4 queries))", "attn * v", "query, slot and dim", "max(sum(attn * v over dims) over last 4 queries)"),
     ],
-)
+)  # fmt: skip
 def test_no_column_holds_a_vector(text: str, at: str, axes: str, help: str) -> None:
     message = f"a token can remember a number, not a vector, but `{at}` has one number per {axes}"
     for statement in ("score {}", "score age\nkeep top 3 by {}", "score age\nkeep where {} > 0", "let x = {}\nscore x + 1"):

@@ -43,25 +43,6 @@ def test_an_inherited_param_that_nothing_reads_any_more_is_none() -> None:
     assert [param.name for param in check(kept).policy.params] == ["budget", "recent", "mine"]
 
 
-def test_overrides_keep_the_order_of_params() -> None:
-    policy = check(extending("override param budget = 64", "param sinks = 3", "keep first sinks")).policy
-    assert [(param.name, print_expression(param.default)) for param in policy.params] == [
-        ("budget", "64"),
-        ("recent", "budget / 2"),
-        ("sinks", "3"),
-    ]
-    assert [print_keep(keep) for keep in policy.keeps] == ["keep last recent", "keep first sinks"]
-
-
-def test_override_keep_drops_what_is_inherited() -> None:
-    dropped = check(extending("override param recent = 3", "override keep", "keep where age < recent")).policy
-    assert [print_keep(keep) for keep in dropped.keeps] == [
-        "keep where age < recent"
-    ]  # what it extends is of edition 2, where nothing stays by itself
-    replaced = check(extending("override keep first recent", "keep last 3")).policy
-    assert [print_keep(keep) for keep in replaced.keeps] == ["keep first recent", "keep last 3"]
-
-
 def test_the_parents_budget_can_be_read_in_an_override() -> None:
     policy = check(extending("override budget max(budget - layer, 8)")).policy
     assert policy.budget is not None
@@ -139,15 +120,6 @@ def test_a_policy_cannot_extend_itself() -> None:
     assert only('kv 1\npolicy P extends P { "d" }', "KV0205").message == "`P` extends itself"
 
 
-def test_extending_is_repeated(tmp_path: Path) -> None:
-    first = extending("param sinks = 2", "keep first sinks").replace("policy P", "policy A")
-    second = 'kv 1\nimport "first.kv"\npolicy B extends A { "d"; override param sinks = 5 }'
-    third = 'kv 1\nimport "second.kv"\npolicy C extends B { "d"; override score age }'
-    policy = analyse(write(tmp_path, first=first, second=second, main=third)).policy
-    assert [param.name for param in policy.params] == ["budget", "recent", "sinks"]
-    assert [print_keep(keep) for keep in policy.keeps] == ["keep last recent", "keep first sinks"]
-
-
 # -- definitions -------------------------------------------------------------------------------------------------------
 
 
@@ -183,13 +155,6 @@ def test_params_and_lets_share_their_names() -> None:
 @pytest.mark.parametrize("statement", ["let f(x, x) = x", "let f(a, b, a) = a"])
 def test_arguments_have_different_names(statement: str) -> None:
     assert only(body("param budget = 8", statement, "score age"), "KV0206").message.endswith("is named twice")
-
-
-@pytest.mark.parametrize("name", ["attn", "position", "live", "layers", "k"])
-def test_inputs_cannot_be_redefined(name: str) -> None:
-    for statement in (f"let {name} = 3", f"param {name} = 3", f"let {name}(x) = x"):
-        message = f"`{name}` is a built-in input and cannot be redefined"
-        expect_in(statement, "KV0210", message, name, f"choose another name, `my_{name}`, say")
 
 
 @pytest.mark.parametrize("name", ["mean", "count", "random", "where", "project", "fold"])
@@ -299,15 +264,6 @@ def test_shipped_policies_are_imported_by_their_names_from_anywhere(tmp_path: Pa
     assert [param.name for param in analysis.policy.params] == ["budget", "recent"]
 
 
-def test_a_file_beside_is_imported_by_its_name(tmp_path: Path) -> None:
-    analysis = analyse(write(tmp_path, main=extending(module='"./h2o.kv"'), h2o=OWN))
-    assert not analysis.diagnostics
-    assert [param.name for param in analysis.policy.params] == ["budget"]
-    tests = tmp_path / "h2o_test.kv"  # by convention the tests of the file beside it
-    tests.write_text('kv 1\nimport "h2o.kv"\ntest "a" {\nuse H2O\nattend 1\nexpect live 1\n}\n')
-    assert not analyse(tests).diagnostics
-
-
 def test_a_file_may_bear_a_shipped_policys_name_and_extend_it(tmp_path: Path) -> None:
     text = extending("override budget 7", module="roco", parent="RoCo")
     write(tmp_path, roco=text)
@@ -339,27 +295,6 @@ def test_a_file_with_the_name_of_a_shipped_policy_is_warned_of(tmp_path: Path) -
     assert found.message == "`h2o.kv` is the file beside this one, not the shipped policy of that name"
     assert found.help == 'write `import "./h2o.kv"` to make that clear, or `import h2o` for the shipped policy'
     assert [param.name for param in analysis.policy.params] == ["budget"]
-
-
-@pytest.mark.parametrize(
-    ("module", "message", "help"),
-    [
-        ("rocko", "there is no shipped policy `rocko`", "did you mean `roco`?"),
-        (
-            "mine",
-            "there is no shipped policy `mine`",
-            '`kvdsl list` shows them; a file is named in quotes: `import "mine.kv"`',
-        ),
-        (
-            '"roco"',
-            "an import names a .kv file by a relative path",
-            '`import roco` is the shipped policy, `import "roco.kv"` a file',
-        ),
-    ],
-)
-def test_imports_of_what_is_not_there(module: str, message: str, help: str) -> None:
-    found = only(extending(module=module), "KV0204")
-    assert (found.message, found.help) == (message, help)
 
 
 def test_a_missing_file_with_a_shipped_name_says_how_to_import_the_shipped_policy() -> None:

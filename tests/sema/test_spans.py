@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvdsl.compiler import analyse
 from kvdsl.explain.facts import facts
 from kvdsl.explain.words import rows
@@ -44,26 +42,6 @@ def test_what_is_not_read_costs_nothing() -> None:
     assert not plan.columns and not plan.given
     assert "turns" not in [name for name, _ in plan.numbers]
     assert [one.message for one in checked("input tool from spans", "score age").diagnostics] == ["`tool` is never used"]
-
-
-def test_turns_are_inputs_and_turn_is_a_function_as_well() -> None:
-    policy = checked("score turns - turn + norm2(turn(k, -position))").policy
-    assert policy.given == (Given(name="turn", default=0, source="turn"),)
-    assert analyse(SourceFile("p.kv", print_policy(policy))).policy == policy
-
-
-@pytest.mark.parametrize(
-    ("lines", "code", "message"),
-    [
-        (["input tool from span", "score age"], "KV0307", "`from` takes `spans`, not `span`"),
-        (["input turn from spans", "score age"], "KV0210", "`turn` is a built-in function and cannot be redefined"),
-        (["score age", "keep last turns"], "KV0308", "`turns` changes from step to step"),
-        (["score age", "keep where turn"], "KV0303", "`keep where` needs a condition, but `turn` is a number"),
-    ],
-)
-def test_what_is_wrong(lines: list[str], code: str, message: str) -> None:
-    (found,) = (one for one in checked(*lines).diagnostics if one.severity == "error")
-    assert (found.code, message in found.message) == (code, True), (found.code, found.message)
 
 
 def test_explanations_say_who_tells_it() -> None:

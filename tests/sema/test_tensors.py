@@ -141,29 +141,9 @@ def test_what_is_wrong_with_a_tensor(tmp_path: Path, lines: tuple[str, ...], cod
     assert any(one.code == code and text in one.message for one in found), [(one.code, one.message) for one in found]
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (BY_HEAD, "score position", "keep last budget / 4"),
-        ("param small = 4 + w", "budget small", "score budget * position", "keep first w", "keep top small by k_norm"),
-        (BY_HEAD, "score position", "trigger overflow >= 1 + w", "max_drop 2 * w", "slack w"),
-        ("score position", "select top 8 + w by dot(q, k)"),
-    ],
-)
-def test_numbers_that_a_head_has_by_itself(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    assert errors(tmp_path, W, "let k_norm = norm2(k)", *lines) == []
-
-
 def test_a_number_of_a_layer_is_one_for_all_its_heads(tmp_path: Path) -> None:
     layers = 'tensor w [layers] from "f.safetensors"'
     assert errors(tmp_path, layers, BY_HEAD, "score sum(attn)", "victims shared by heads", "prefill blocks of budget") == []
-
-
-def test_a_near_name_is_shown(tmp_path: Path) -> None:
-    (found,) = errors(tmp_path, FILTER, "score -dot(filtr, k)")
-    assert found.help == "did you mean `filter`?"
-    (found,) = errors(tmp_path, 'tensor filter [layer] from "f.safetensors"', SCORE)
-    assert found.help == "did you mean `layers`?"
 
 
 def test_an_unread_tensor_is_warned_of_and_left_out(tmp_path: Path) -> None:

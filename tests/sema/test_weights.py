@@ -10,14 +10,6 @@ from tests.diagnostics.expect import body, check, only, policy
 EACH = "group each"
 
 
-def test_those_for_which_a_condition_holds_are_as_many_as_it_holds_for() -> None:
-    found = policy("param t = 3", "select where norm2(k) > t or position < 4", "keep last t")
-    counted = "select top sum(norm2(k) > t or position < 4 or age < floor(t) over slots) by norm2(k) > t or position < 4"
-    assert found.model_copy(update={"stem": ""}) == policy("param t = 3", counted, "keep last t").model_copy(
-        update={"stem": ""}
-    )
-
-
 def test_the_newest_token_is_among_them() -> None:
     assert policy("select where norm2(k) > 1") == policy(
         "select top sum(norm2(k) > 1 or age < floor(1) over slots) by norm2(k) > 1"

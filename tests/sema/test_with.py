@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvdsl.compiler import analyse
-from kvdsl.diagnostics import Sink
 from kvdsl.ir import nodes as ir
-from kvdsl.ir.printer import print_expression, print_keep, print_policy
+from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.source import SourceFile
-from kvdsl.syntax.formatter import format_source
 from tests.diagnostics.expect import check, expect, only
 
 BASE = """kv 1
@@ -45,13 +43,6 @@ def shipped(clauses: str, stem: str = "h2o", name: str = "H2O") -> str:
     return f"kv 1\nimport {stem}\n\npolicy Mine = {name} with {clauses}\n"
 
 
-def test_a_clause_that_the_base_lacks_is_added(base: Path) -> None:
-    found = made(base, "when prefill, layers 2..")
-    assert (found.name, found.stem, found.when) == ("Mine", "mine", "prefill")
-    assert found.layers is not None
-    assert found.doc == "Base with `when prefill`, `layers 2..`."
-
-
 def test_a_clause_takes_the_place_of_what_the_base_has(base: Path) -> None:
     found = made(base, "score position, let weight = age")
     assert print_expression(found.score) == "position"
@@ -83,25 +74,6 @@ def test_a_param_clause_changes_the_default(base: Path) -> None:
     assert [found.code for found in analyse(base).diagnostics] == ["KV0406"]
 
 
-def test_braces_hold_the_same_and_a_docstring(base: Path) -> None:
-    line = made(base, "when prefill, keep last 9, param beta = 3")
-    braces = made(base, '{\n  "Why."\n  when prefill; keep last 9\n  param beta = 3\n}')
-    assert braces.doc == "Why."
-    assert print_policy(braces.model_copy(update={"doc": line.doc})) == print_policy(line)
-
-
-def test_one_that_is_made_of_another_can_be_made_of_again(tmp_path: Path, base: Path) -> None:
-    made(base, "when prefill, keep last 9")
-    other = tmp_path / "other.kv"
-    other.write_text('kv 1\nimport "mine.kv"\npolicy Other = Mine with when decode\n')
-    found = analyse(other).policy
-    assert (found.when, print_keep(found.keeps[-1])) == ("decode", "keep last 9")
-    other.write_text('kv 1\nimport "mine.kv"\npolicy Other extends Mine {\n  "An old one."\n  override when decode\n}\n')
-    assert print_policy(analyse(other).policy.model_copy(update={"doc": ""})) == print_policy(
-        found.model_copy(update={"doc": ""})
-    )
-
-
 def test_no_docstring_is_missed_where_the_line_says_it() -> None:
     assert not check(shipped("when prefill")).diagnostics
     assert [found.code for found in analyse(SourceFile("mine.kv", "kv 1\nimport h2o\npolicy A extends H2O {}")).diagnostics]
@@ -117,73 +89,20 @@ def test_there_is_nothing_to_override(clauses: str) -> None:
     ("text", "code", "message", "at", "help"),
     [
         (shipped("whne prefill"), "KV0104", "unknown statement `whne`", "whne", "did you mean `when`?"),
-        (
-            shipped("when prefill, when decode"),
-            "KV0207",
-            "`when` is given twice",
-            "when decode",
-            "leave out one of them",
-        ),
-        (
-            shipped("keep last recent, keep"),
-            "KV0101",
-            "expected `first`, `last`, `top` or `where` after `keep`",
-            "keep",
-            "for example `keep last 16`",
-        ),
+        (shipped("when prefill, when decode"), "KV0207", "`when` is given twice", "when decode", "leave out one of them"),
+        (shipped("keep last recent, keep"), "KV0101", "expected `first`, `last`, `top` or `where` after `keep`", "keep",
+         "for example `keep last 16`"),
         (shipped("when prefill,"), "KV0101", "expected a statement after `,`", "\n", None),
-        (
-            shipped("when prefill; keep last 3"),
-            "KV0101",
-            "expected `policy`, `let`, `import` or `test`, not `keep`",
-            "keep",
-            "after `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`",
-        ),
-        (
-            "kv 1\nimport h2o\npolicy Mine = h2o with when prefill\n",
-            "KV0203",
-            "unknown policy `h2o`",
-            "h2o",
-            "did you mean `H2O`?",
-        ),
-        (
-            "kv 1\npolicy Mine = H2O with when prefill\n",
-            "KV0203",
-            "unknown policy `H2O`",
-            "H2O",
-            "write `import h2o` above",
-        ),
+        (shipped("when prefill; keep last 3"), "KV0101", "expected `policy`, `let`, `import` or `test`, not `keep`", "keep",
+         "after `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`"),
+        ("kv 1\nimport h2o\npolicy Mine = h2o with when prefill\n", "KV0203", "unknown policy `h2o`", "h2o", "did you mean `H2O`?"),
+        ("kv 1\npolicy Mine = H2O with when prefill\n", "KV0203", "unknown policy `H2O`", "H2O", "write `import h2o` above"),
         ("kv 1\nimport h2o\npolicy Mine = H2O\n", "KV0101", "expected `with` after `H2O`", "\n", None),
         ("kv 1\npolicy Mine = Mine with when prefill\n", "KV0205", "`Mine` extends itself", "Mine", None),
     ],
-)
+)  # fmt: skip
 def test_errors_point_at_what_is_wrong(text: str, code: str, message: str, at: str, help: str | None) -> None:
     expect(text, code, message, at, help)
-
-
-def test_what_stands_behind_the_line_is_read() -> None:
-    """A policy without braces ends with its line, also where it has an error."""
-    text = shipped("when prefil x").rstrip() + "\nlet f(x) = y\n"
-    found = analyse(SourceFile("mine.kv", text)).diagnostics
-    assert [one.span.text for one in found][:1] == ["x"]
-    assert not check(shipped("when prefill") + "\n# a comment\nlet unused = mean(attn)\n").policy.layers
-
-
-@pytest.mark.parametrize(
-    ("written", "formatted"),
-    [
-        ("policy  A=H2O  with when   prefill ,keep last 3 # why", "policy A = H2O with when prefill, keep last 3  # why"),
-        ("policy A = H2O with\n{ when prefill;keep last 3 }", "policy A = H2O with { when prefill; keep last 3 }"),
-        (
-            'policy A = H2O with {"Why." \nwhen prefill;keep last 3 }',
-            'policy A = H2O with {\n  "Why."\n  when prefill\n  keep last 3\n}',
-        ),
-    ],
-)
-def test_it_is_formatted(written: str, formatted: str) -> None:
-    head = "kv 1\nimport h2o\n\n"
-    assert format_source(SourceFile("a.kv", f"{head}{written}\n"), Sink()) == f"{head}{formatted}\n"
-    assert format_source(SourceFile("a.kv", f"{head}{formatted}\n"), Sink()) == f"{head}{formatted}\n"
 
 
 def test_an_error_costs_one_clause(base: Path) -> None:

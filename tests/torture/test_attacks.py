@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's processes and file systems")
 @pytest.mark.parametrize(
     "name", ["killed builds", "builders killed", "damaged files", "may not grow", "compilers that are none"]

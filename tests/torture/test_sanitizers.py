@@ -73,7 +73,6 @@ def test_threads_that_add_up_at_the_end_do_not(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"{sum(range(100))}\n"), done.stderr
 
 
-@pytest.mark.nightly
 def test_kernels_whose_threads_do_not_wait_for_each_other_are_reported() -> None:
     """So it is seen that threads do share a head, and that nothing else orders what they do to it."""
     (one,) = sanitizers.reports(THREADS, ["roco"], environment(THREADS, "-DWITHOUT_BARRIERS"), shapes=SHAPES)
@@ -81,7 +80,6 @@ def test_kernels_whose_threads_do_not_wait_for_each_other_are_reported() -> None
     assert "ThreadSanitizer: data race" in one[1]
 
 
-@pytest.mark.nightly
 @SANITIZERS
 @pytest.mark.parametrize("policies", GROUPS, ids=lambda some: Path(some[0]).stem)
 def test_policies_run_without_a_report(policies: list[str], sanitizer: Sanitizer) -> None:

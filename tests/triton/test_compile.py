@@ -52,7 +52,6 @@ def test_the_operator_does_what_a_step_does(policy: str, kv_dtype: str) -> None:
     assert ours.workspace is work
 
 
-@pytest.mark.nightly
 def test_nothing_is_copied_for_the_operator() -> None:
     """What inductor makes of a step hands the operator the cache's own tensors, and makes none."""
     from torch._inductor.utils import run_and_get_code
