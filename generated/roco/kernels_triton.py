@@ -25,7 +25,7 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import evicting, observing, ops
 
-KERNELS = ("settle", "observe", "settle_prompt")
+KERNELS = ("settle", "at_once", "observe", "settle_prompt")
 CONSTANTS = {
     "SPREADS": True,
     "LOGITS": True,
@@ -97,7 +97,7 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
     certain = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        inside = i < slots
+        inside = i < end
         pos = tl.load(position + i, mask=inside, other=-1)
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
         sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)

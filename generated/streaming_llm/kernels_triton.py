@@ -23,7 +23,7 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import evicting, ops
 
-KERNELS = ("settle", "settle_prompt")
+KERNELS = ("settle", "at_once", "settle_prompt")
 CONSTANTS = {
     "SPREADS": True,
     "LOGITS": False,
@@ -75,7 +75,7 @@ def rank_slots(own_numbers, own_columns, column_stride, position, work, kept, ke
     certain = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        inside = i < slots
+        inside = i < end
         pos = tl.load(position + i, mask=inside, other=-1)
         score = pos.to(tl.float32)
         keep = (pos <= first) | (pos >= last)

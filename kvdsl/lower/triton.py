@@ -165,7 +165,7 @@ def triton_plan(step: Step) -> TritonPlan:
         **_constants(step, settle, select),
     }
     return TritonPlan(
-        kernels=tuple(_kernels(settle, select, prompt)),
+        kernels=tuple(_kernels(settle, select, prompt, at_once=spreads and select is None and _at_once(loops, settle))),
         constants=tuple((name, repr(value)) for name, value in constants.items()),
         hooks=(
             *tables.hooks(),
@@ -179,7 +179,19 @@ def triton_plan(step: Step) -> TritonPlan:
     )
 
 
-def _kernels(settle: _Settle | None, select: _Select | None, prompt: TritonPromptPlan | None) -> Iterator[str]:
+def _at_once(loops: list[Pass], settle: _Settle | None) -> bool:
+    """Return whether the programs of `attend` can settle their own slots: nothing reads other slots, keys or values, and only the loop that
+    folds the query reads its logits.
+    """
+    alone = settle is None or not (
+        settle.agrees or settle.pools or {"attn", "logit"} & {*names_of(_uses(settle.score), "input")}
+    )
+    return alone and not any(one.reads or one.inner for one in loops)
+
+
+def _kernels(
+    settle: _Settle | None, select: _Select | None, prompt: TritonPromptPlan | None, *, at_once: bool
+) -> Iterator[str]:
     """Yield the names of the policy's kernels, in the order of their launches."""
     wanted = {
         "make_room": settle is not None and settle.hard_cap,
@@ -187,6 +199,7 @@ def _kernels(settle: _Settle | None, select: _Select | None, prompt: TritonPromp
         "vote": select is not None and bool(select.vote),
         "choose": select is not None,
         "settle": True,
+        "at_once": at_once,
         "agree": settle is not None and settle.agrees,
         "over_slots": prompt is not None and bool(prompt.over_slots),
         "observe": prompt is not None,

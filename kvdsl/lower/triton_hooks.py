@@ -145,13 +145,13 @@ def over_slots(loop: Loop, begin: str = "begin", end: str = "end") -> Iterator[s
     if loop.body:
         size = ("ROW_TILE" if loop.reads else "TILE") if loop.inner else "ROWS" if loop.reads else "BLOCK"
         yield f"for start in range({begin}, {end}, {size}):"
-        yield from indented(_block(loop, size))
+        yield from indented(_block(loop, size, end))
     yield from loop.after
 
 
-def _block(loop: Loop, size: str) -> Iterator[str]:
+def _block(loop: Loop, size: str, end: str) -> Iterator[str]:
     yield f"i = start + tl.arange(0, {size})"
-    yield "inside = i < slots"
+    yield f"inside = i < {end}"
     yield "pos = tl.load(position + i, mask=inside, other=-1)"
     yield from (f"{name} = layout.vectors({_VECTORS[name].format('first_row', 'i', 'pos >= 0')})" for name in loop.reads)
     yield from loop.body

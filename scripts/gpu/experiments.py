@@ -33,7 +33,9 @@ EXPERIMENTS = {
             1, "step", 120, "how long is a step at 64 to 256 rows of 1,024 and 2,048 slots, beside cuDNN's attention?"
         ),
         Experiment(2, "parts", 75, "what do attend, settle, look and choose take, and does look wait for memory?"),
-        Experiment(4, "cuts", 75, "which cut of attend and settle is best, and what do splits of a fixed size cost?"),
+        Experiment(
+            4, "cuts", 75, "is one launch faster than two, at which shapes, and which cut of attend and settle is best?"
+        ),
         Experiment(5, "selection", 60, "is SparCas 3× faster than a dense step at 32,768 slots?"),
         Experiment(6, "served", 270, "does vLLM write twice the tokens a second where its cache is 4 GB?"),
         Experiment(7, "lazily", 30, "what would cuDNN's attention with statistics every 16th step cost?"),
@@ -46,7 +48,6 @@ MOST_TELLING = ("served", "step")
 """What comes first where there is not time for all."""
 
 LEFT_OUT = (
-    "3, one cooperative launch beside two",
     "4, attend with keys as the left operand, settle in one pass, a dense loop for StreamingLLM",
     "5, look with a slot per thread, choose by radix",
     "9, racecheck of a cooperative launch",

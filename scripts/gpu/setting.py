@@ -53,6 +53,7 @@ class Sizes:
 
     timed: tuple[Shape, ...]
     parts: tuple[Shape, ...]
+    together: tuple[Shape, ...]
     selecting: tuple[Shape, ...]
     checked: tuple[Shape, ...]
     checked_prompts: tuple[prefill.Shape, ...]
@@ -76,6 +77,7 @@ REAL = Sizes(
     ),
     timed=tuple(Shape(batch, 8, 4, 128, live, "bf16") for batch, live in product((64, 128, 256), (1024, 2048))),
     parts=tuple(Shape(batch, 8, 4, 128, 4096, "bf16") for batch in (64, 8, 1)),
+    together=tuple(Shape(batch, 8, 4, 128, live, "bf16") for batch, live in ((1, 4096), (8, 1024))),
     selecting=tuple(Shape(batch, 8, 4, 128, 32768, "bf16") for batch in (8, 1)),
     checked_prompts=(  # every one of them is compiled for every policy
         prefill.Shape(1, 2, 4, 128, 2000, "bf16"),
@@ -98,6 +100,7 @@ REAL = Sizes(
 TOY = Sizes(
     timed=(Shape(1, 1, 2, 32, 20, "fp32"),),
     parts=(Shape(1, 1, 2, 32, 20, "fp32"),),
+    together=(Shape(1, 1, 2, 32, 20, "fp32"),),
     selecting=(Shape(1, 1, 2, 32, 40, "fp32"),),
     checked=(Shape(2, 1, 2, 32, 20, "fp16"),),
     checked_prompts=(prefill.Shape(1, 1, 2, 32, 40, "fp16"),),

@@ -82,5 +82,5 @@ def kernels(setting: Setting, run: Step, times: int = 10) -> list[Kernel]:
 
 def kernel_us(setting: Setting, run: Step) -> dict[str, float]:
     """Microseconds of a launch of each of our kernels."""
-    ours = ("make_room", "look", "vote", "choose", "attend", "take", "settle", "agree", "give_back")
+    ours = ("make_room", "look", "vote", "choose", "attend", "take", "settle", "at_once", "agree", "give_back")
     return {one.name: round(one.us, 2) for one in kernels(setting, run) if one.name in ours}

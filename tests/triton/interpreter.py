@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial, wraps
+from inspect import signature
 from pathlib import Path
 from random import Random
+from threading import Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -97,6 +100,80 @@ def shuffle_programs(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(builder, "set_grid_dim", set_grid_dim)
     patch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+def let_programs_wait(patch: pytest.MonkeyPatch) -> None:
+    """A launch's programs take turns, as those of a cooperative launch may: each goes on until its next atomic operation."""
+    from triton.runtime import interpreter
+
+    begin, operate = interpreter.GridExecutor.__init__, interpreter.InterpreterBuilder.create_atomic_rmw
+    replace_operations = interpreter._patch_lang
+
+    def create_atomic_rmw(self: Any, *operands: Any) -> Any:
+        found = operate(self, *operands)
+        _Turn.current.pause()
+        return found
+
+    def __init__(self: Any, function: Any, *rest: Any, **others: Any) -> None:
+        begin(self, function, *rest, **others)
+        turns: list[_Turn] = []
+        order = Random(str(self.grid))
+
+        @wraps(function)
+        def one_of_all(**arguments: Any) -> None:
+            """Begin a program; behind the last one, let all end."""
+            turns.append(_Turn(partial(function, **arguments), interpreter.interpreter_builder))
+            turns[-1].go_on()
+            waiting = turns if len(turns) == np.prod(interpreter.interpreter_builder.grid_dim) else []
+            while waiting := [turn for turn in waiting if turn.is_alive()]:
+                order.choice(waiting).go_on()
+
+        one_of_all.__signature__ = signature(function)  # type: ignore[attr-defined]
+        self.fn = one_of_all
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw)
+    patch.setattr(interpreter.GridExecutor, "__init__", __init__)
+    patch.setattr(
+        interpreter, "_patch_lang", lambda function: replace_operations(getattr(function, "__wrapped__", function))
+    )
+
+
+class _Turn(Thread):
+    """A program of a launch, in a thread that runs only from `go_on` to `pause`."""
+
+    current: _Turn
+
+    def __init__(self, program: Callable[[], None], builder: Any) -> None:
+        super().__init__(daemon=True)
+        self._program, self._builder, self._place = program, builder, builder.grid_idx
+        self._begins, self._pauses = Semaphore(0), Semaphore(0)
+        self._done = False
+        self._error: Exception | None = None
+        self.start()
+
+    def go_on(self) -> None:
+        """Run the program until it pauses or ends."""
+        _Turn.current, self._builder.grid_idx = self, self._place
+        self._begins.release()
+        self._pauses.acquire()
+        if self._done:
+            self.join()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """Let others run."""
+        self._pauses.release()
+        self._begins.acquire()
+
+    def run(self) -> None:
+        self._begins.acquire()
+        try:
+            self._program()
+        except Exception as error:
+            self._error = error
+        self._done = True
+        self._pauses.release()
 
 
 def watch_overflow(patch: pytest.MonkeyPatch, watch: bool = True) -> None:

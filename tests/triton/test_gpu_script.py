@@ -71,7 +71,12 @@ def test_all_experiments_as_on_a_gpu(tmp_path: Path) -> None:
     assert {"sdpa", "cudnn", "roco"} == {line["policy"] for line in told["step"][1:]}
     assert all(line["of_best"] > 0 for line in told["step"][1:] if line["policy"] == "roco")
     assert [line["policy"] for line in told["parts"][1:]] == ["roco", "sparcas"]
-    assert len(told["cuts"][1:]) == TOY.cuts and all(line["ms"] > 0 for line in told["cuts"][1:])
+    assert [line["cut"] for line in told["cuts"][1:]] == [
+        *(cut.name for cut in cuts.CUTS[: TOY.cuts]),
+        "two launches",
+        "one launch",
+    ]
+    assert all(line["ms"] > 0 and line.get("same_bits", True) for line in told["cuts"][1:])
     assert [line["policy"] for line in told["selection"][1:]] == ["sparcas"] and told["selection"][1]["vs_best_dense"] > 0
     assert told["lazily"][1]["of_plain"] > 0
     assert {"sdpa", "roco"} <= {line["policy"] for line in told["prompt"][1:]}
@@ -150,4 +155,4 @@ def test_without_a_gpu() -> None:
     )
     assert done.returncode == 2 and "there is no experiment wrong; there are step, parts" in done.stderr
     done = subprocess.run([*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "not written: 3, one cooperative launch" in done.stdout
+    assert done.returncode == 0 and "not written: 9, racecheck of a cooperative launch" in done.stdout

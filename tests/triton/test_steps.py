@@ -24,6 +24,7 @@ from kvdsl.runtime.gpu.sizes import MAX_SPLITS, Sizes
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl_lab.bench.decode import Shape, new_tokens, rotation, steady_state
 from tests.texts import spec_of
+from tests.triton.interpreter import let_programs_wait
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=128, live=1500, dtype="fp16")
@@ -78,12 +79,22 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"), [("full", 0.07), ("h2o", 0.145), ("tova", 0.145), ("roco", 0.185), ("streaming_llm", 0.105)]
-)
-def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traffic) -> None:
-    """Two launches; of keys and values every byte once, and besides them little: a slot has 512 bytes of both. Scores are stored only where
-    `keep top` asks for them. Where positions are compact, some keys turn.
+    ("policy", "share", "launches"),
+    [
+        ("full", 0.07, 2), ("h2o", 0.145, 2), ("tova", 0.145, 2), ("roco", 0.185, 2), ("streaming_llm", 0.105, 2),
+        ("h2o", 0.08, 1), ("roco", 0.12, 1),
+    ],
+)  # fmt: skip
+def test_keys_and_values_are_read_once(
+    policy: str, share: float, launches: int, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch or two; of keys and values every byte once, and besides them little: a slot has 512 bytes of both. Scores are stored only
+    where `keep top` asks for them. Where positions are compact, some keys turn. One launch stores no logits.
     """
+    if launches == 1:
+        let_programs_wait(monkeypatch)
+        monkeypatch.setattr("kvdsl.runtime.gpu.sizes.AT_ONCE_PER_PROCESSOR", 1)
+        monkeypatch.setattr(triton_backend, "_processors_at_once", lambda _: 99)
     spec = kvdsl.load(policy).spec
     state = steady_state(spec, SHAPE)
     server = choose(spec, "triton", CPU, torch.float16)
@@ -96,7 +107,8 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
     server.decode(state, AttentionCall(*tokens[1], None, 0.125, rope=rope))
     splits = state.workspace.splits  # type: ignore[attr-defined]
     pieces = state.workspace.pieces  # type: ignore[attr-defined]
-    assert traffic.launches == [(splits, 2, 1), (pieces + 1, 2, 1)]
+    assert traffic.launches == [(splits, 2, 1), (pieces + 1, 2, 1)][:launches]
+    assert bool(traffic.stores["logits"]) == (launches == 2 and spec.reads_attention)
     row = SHAPE.head_dim * 2
     free = SHAPE.batch * SHAPE.kv_heads  # which a head may have one of among those that are taken, and which is read, too
     assert cached * row <= traffic.loads["key_pool"] == traffic.loads["value_pool"] <= (cached + free) * row

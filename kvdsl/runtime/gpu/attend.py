@@ -41,7 +41,7 @@ def attend(
     table,  # [B, blocks of a row] int64: if SIZE, each block's offset from the head's first row, in blocks
     position,  # [R, H, N] int32; negative: free
     seen,  # [R] int32: the new token's position
-    newest,  # [B] int32: receives `seen`, for `settle`
+    newest,  # [B, H] int32: receives `seen`, for `settle`
     part,  # [B, H, S, G, E] float32: receives each split's sum of exp(logit - top) * value
     top,  # [B, H, S, G] float32: receives the largest logit
     total,  # [B, H, S, G] float32: receives the sum of exp(logit - top)
@@ -87,8 +87,14 @@ def attend(
     DOT: tl.constexpr,  # dtype of matrix products: the model's, or float32 in the interpreter, which lacks bfloat16
     PRECISION: tl.constexpr,  # input precision of float32 matrix products
     BESIDE: tl.constexpr,  # whether the last split is attention that is known already
+    KEEPS: tl.constexpr,  # blocks per split, if the caller is a kernel that wants the logits instead of `logits`; 0: none does
+    KEPT: tl.constexpr,  # query heads of these logits: G rounded up to a power of two
 ):
-    """Attend over one split of one KV head of one row. The grid is (S, H, B)."""
+    """Attend over one split of one KV head of one row. The grid is (S, H, B).
+
+    Returns:
+        with KEEPS and LOGITS, the logits of the split's slots, [KEPT, KEEPS * BLOCK].
+    """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     own_row = ops.row_of(which, row, SOME)
@@ -107,8 +113,8 @@ def attend(
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + own_row)
-    if (split == 0) & (head == 0):
-        tl.store(newest + row, now)
+    if split == 0:
+        tl.store(newest + pair, now)
     if K_AS == "int4":
         mixed_q = packed.plain(q, D, D_PAD, K_AS)  # by 1 / block: mixed_q · mixed key = q · plain key
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
@@ -130,10 +136,11 @@ def attend(
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
-    reach = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot never exceeds its position
-    per_split = tl.cdiv(tl.cdiv(reach, sharing), BLOCK) * BLOCK
-    first = split * per_split
-    for start in range(first, tl.minimum(first + per_split, reach), BLOCK):
+    if LOGITS and KEEPS > 0:
+        kept = tl.zeros([KEPT, KEEPS, BLOCK], tl.int32)
+    reach = tl.load(found + pair) if SELECTS else ops.reach(slots, now)
+    first, end = ops.share(reach, split, sharing, BLOCK)
+    for start in range(first, end, BLOCK):
         i = start + lane
         inside = i < reach
         if SELECTS:
@@ -188,7 +195,10 @@ def attend(
                 behind = tl.load(length + own_pair) - tl.load(rank + own_pair * slots + i, mask=there, other=0)
             logit -= slope[:, None] * behind[None, :].to(tl.float32)
         logit = tl.where(visible[None, :], logit, float("-inf"))
-        if LOGITS:
+        if LOGITS and KEEPS > 0:
+            own = ops.first_rows(logit, KEPT).to(tl.int32, bitcast=True)
+            kept = tl.where((tl.arange(0, KEEPS) == (start - first) // BLOCK)[None, :, None], own[:, None, :], kept)
+        elif LOGITS:
             place = (pair * G + g[:, None]) * slots + i[None, :]
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
@@ -208,13 +218,14 @@ def attend(
         acc += p * now_value.to(tl.float32)[None, :]
 
     if not SELECTS:
-        nearest = tl.minimum(tl.min(gap, 0), tl.where((split == 0) & (now < slots), now, 2**31 - 1))
-        tl.store(first_free + pair * splits + split, nearest)
+        tl.store(first_free + pair * splits + split, tl.min(gap, 0))
         tl.store(held + pair * splits + split, tl.sum(live, 0))
     mine = (pair * splits + split) * G + g
     tl.store(top + mine, best, mask=g < G)
     tl.store(total + mine, weight, mask=g < G)
     tl.store(part + mine[:, None] * E + e[None, :], acc, mask=(g[:, None] < G) & (e[None, :] < E))
+    if KEEPS > 0:
+        return tl.reshape(kept, [KEPT, KEEPS * BLOCK]).to(tl.float32, bitcast=True) if LOGITS else new_logits
 
 
 @triton.jit

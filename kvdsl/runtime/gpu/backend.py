@@ -8,6 +8,8 @@ A decode step launches `attend` and `settle` per layer and token. Further launch
 - slots in blocks add `take`, and `give_back` if the layer evicts;
 - a state in blocks of a serving engine adds `move`, twice.
 
+One launch, `at_once`, can replace the two where `sizes.AT_ONCE_PER_PROCESSOR` allows it.
+
 A prompt uses torch's attention, and one or two launches for its statistics.
 
 A step never waits for the device, and all scratch memory is allocated in advance. So a CUDA graph can capture a step.
@@ -229,10 +231,17 @@ class TritonBackend:
                 yield Launch(self.kernels.vote, (work.splits, batch), arguments | {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, work.choosers, pages=chooses_pages(self.kernels))
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
-        one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
-        dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
+        plain = isinstance(layout, SlotAfterSlot)
+        dense = {"DENSE": state.even and plain and call.window is None and sizes.reads_ahead(rope)}
+        programs = work.splits, heads, batch
+        processors = _processors_at_once(state.position.device)
+        alike = plain and not state.format.packed and hasattr(self.kernels, "at_once")
+        if alike and sizes.fits_at_once(state.slots, heads * batch, processors):
+            options, together = sizes.at_once_options(work.splits), sizes.at_once(work.splits, rope)
+            yield Launch(self.kernels.at_once, programs, arguments | dense | together, options)
+            return
         attends = arguments | dense | sizes.attend(rope, packed=state.format.packed)
-        yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
+        yield Launch(attend, programs, attends, sizes.attend_options)
         if in_blocks is not None:
             yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": in_blocks.blocks}, TAKE_OPTIONS)
         yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
@@ -349,6 +358,7 @@ def _allocate(
 ) -> dict[str, Tensor]:
     _, heads, slots = state.position.shape
     logits = slots if kernels.CONSTANTS["LOGITS"] else 0
+    settlers = max(splits, pieces)  # in one launch each split settles
     choices = slots if state.selects else 0
     taken = choices if kernels.CONSTANTS["OBSERVED"] else 0
 
@@ -368,9 +378,11 @@ def _allocate(
         "work": floats(kernels.CONSTANTS["SCORES"], slots),
         "kept": ints(slots, dtype=torch.int8),
         "arrived": ints().zero_(),
-        "lowest_found": ints(pieces, dtype=torch.int64),
-        "victims": ints(pieces),
-        "at_ends": ints(pieces),
+        "meetings": ints().zero_(),
+        "heads_met": state.seen.new_zeros(batch),
+        "lowest_found": ints(settlers, dtype=torch.int64),
+        "victims": ints(settlers),
+        "at_ends": ints(settlers),
         "first_free": ints(splits),
         "held": ints(splits),
         "grades": ints(choices + 16),
@@ -381,7 +393,7 @@ def _allocate(
         "found": ints(),
         "joins": ints(),
         "taken": ints(taken, dtype=torch.int8),
-        "newest": state.seen.new_empty(batch),
+        "newest": ints(),
         "gaps": ints(slots if state.spec.compact else 0),
         "ring_rows": state.column_index.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
@@ -390,6 +402,11 @@ def _allocate(
         tensors["wanted"] = torch.empty_like(state.layout.table, dtype=torch.int32)
         tensors |= {name: state.position.new_empty(state.layout.blocks) for name in ("owned", "free")}
     return tensors
+
+
+def _processors_at_once(device: torch.device) -> int:
+    """Return the multiprocessors whose programs can wait for each other: none in the interpreter, which runs one after another."""
+    return 0 if interpreted() else _processors(device)
 
 
 def _processors(device: torch.device) -> int:

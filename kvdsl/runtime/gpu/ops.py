@@ -32,6 +32,28 @@ def row_of(which, row, SOME: tl.constexpr):
 
 
 @triton.jit
+def reach(slots, now):
+    """Return how many slots may hold a token after this step: a token's slot never exceeds its position."""
+    return tl.minimum(slots, now + 1)
+
+
+@triton.jit
+def share(reach, split, splits, BLOCK: tl.constexpr):
+    """Return the first slot of a split, and the slot after its last. All splits but the last ones have as many whole blocks."""
+    each = tl.cdiv(tl.cdiv(reach, splits), BLOCK) * BLOCK
+    return split * each, tl.minimum((split + 1) * each, reach)
+
+
+@triton.jit
+def first_rows(x, ROWS: tl.constexpr):
+    """Return the first rows of a float32 matrix, bit by bit. Both numbers of rows are powers of two."""
+    if x.shape[0] > ROWS:
+        bits = tl.where(tl.arange(0, x.shape[0])[:, None] < ROWS, x.to(tl.int32, bitcast=True), 0)
+        x = tl.sum(tl.reshape(bits, [x.shape[0] // ROWS, ROWS, x.shape[1]]), 0).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def log_sum_exp(
     top,  # [B, H, S, G]: the largest logit of each split, from `attend`
     total,  # [B, H, S, G]: its sum of exp(logit - top)
@@ -128,9 +150,8 @@ def nothing(out, pair, G: tl.constexpr, G_PAD: tl.constexpr, E: tl.constexpr, E_
 @triton.jit
 def attn(logits, base, above, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
     """Return the attention probabilities of slots i, reduced over the group."""
-    g = tl.arange(0, G_PAD)
-    found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return over_group(probability(found, base[:, None], above[:, None]), g, G, HOW)
+    found = _logits(logits, i, slots, G, G_PAD)
+    return over_group(probability(found, base[:, None], above[:, None]), tl.arange(0, G_PAD), G, HOW)
 
 
 @triton.jit
@@ -144,9 +165,18 @@ def attended(attn, taken, i, inside, SELECTS: tl.constexpr):
 @triton.jit
 def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
     """Return the logits of slots i, reduced over the group."""
-    g = tl.arange(0, G_PAD)
-    found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return over_group(found, g, G, HOW)
+    return over_group(_logits(logits, i, slots, G, G_PAD), tl.arange(0, G_PAD), G, HOW)
+
+
+@triton.jit
+def _logits(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr):
+    """Return the logits of slots i, [G_PAD, slots]: `logits` itself if they are not in memory."""
+    found = logits
+    if logits.dtype.is_ptr():
+        g = tl.arange(0, G_PAD)
+        there = (g[:, None] < G) & (i[None, :] < slots)
+        found = tl.load(logits + g[:, None] * slots + i[None, :], mask=there, other=0.0)
+    return found
 
 
 @triton.jit
@@ -183,6 +213,13 @@ def place_logits(logits, new_logits, slot, slots, G: tl.constexpr, G_PAD: tl.con
     """Store the new token's logits, [G], at its slot in `logits`, [G, N]."""
     g = tl.arange(0, G_PAD)
     tl.store(logits + g * slots + slot, tl.load(new_logits + g, mask=g < G), mask=g < G)
+
+
+@triton.jit
+def with_new(logits, new_logits, i, slot, G: tl.constexpr, G_PAD: tl.constexpr):
+    """Return the logits of slots i, [G_PAD, n], with the new token's, [G] in memory, at its slot."""
+    g = tl.arange(0, G_PAD)
+    return tl.where((i == slot)[None, :], tl.load(new_logits + g, mask=g < G, other=0.0)[:, None], logits)
 
 
 # -- functions of the language -----------------------------------------------------------------------------------------
@@ -358,6 +395,26 @@ def last_to_arrive(arrived, pair, pieces):
     last = tl.atomic_add(arrived + pair, 1) == pieces - 1
     if last:
         tl.store(arrived + pair, 0)
+    return last
+
+
+@triton.jit
+def meet(arrived, meetings, pair, pieces):
+    """Wait until all of the head's programs are here. Each then sees what the others have stored. Return whether this is the last one.
+
+    All of them must be on the device at once, as a cooperative launch promises. Otherwise this never ends.
+
+    Args:
+        arrived: see `last_to_arrive`. meetings: [B, H] int32, how often they have met, modulo 2**32.
+    """
+    before = tl.atomic_add(meetings + pair, 0)
+    last = last_to_arrive(arrived, pair, pieces)
+    if last:
+        tl.atomic_add(meetings + pair, 1)
+    else:
+        while tl.atomic_add(meetings + pair, 0) == before:
+            pass
+    tl.debug_barrier()  # all threads of the program go on together
     return last
 
 

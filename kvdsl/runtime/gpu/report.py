@@ -206,7 +206,7 @@ def _grid(kernel: str, shape: dict[str, int], step: Workload, chip: Chip) -> int
     heads = step.batch * step.kv_heads
     if kernel == "choose":
         return heads * choosers(step.slots, heads, chip.processors, shape["BLOCK"])
-    if kernel in ("attend", "look", "settle"):
+    if kernel in ("attend", "look", "settle", "at_once"):
         sizes = Sizes(shape["G"], shape["D"], shape["E"], 2)
         spread = kernel == "settle" and shape.get("SPREADS")
         pieces = sizes.pieces(step.slots, heads, chip.processors)[0] + 1 if spread else 1
@@ -235,7 +235,7 @@ def _round(loop: Loop, shape: dict[str, int]) -> int:
     if loop.name.startswith("count_levels"):
         return int(COUNTED.value)
     if "SLOTS" not in shape:
-        return shape["BLOCK"]
+        return shape["TOGETHER"] if loop.name == "attend" and shape.get("TOGETHER") else shape["BLOCK"]
     heads = 1 if loop.name.startswith("weights") else shape["G"]
     return shape["SLOTS"] * shape["QUERIES"] * heads
 

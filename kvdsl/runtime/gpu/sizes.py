@@ -68,6 +68,9 @@ MAX_SPLITS = 64
 SETTLERS_PER_PROCESSOR = 4
 """Target number of `settle` programs per multiprocessor."""
 
+AT_ONCE_PER_PROCESSOR = 0
+"""Programs of `at_once` per multiprocessor that may wait for each other. 0: steps always take two launches, because no GPU has run it."""
+
 MAX_CHOOSERS = 16
 """Most `choose` programs per KV head. The last one to finish searches every program's list for each candidate."""
 
@@ -146,7 +149,37 @@ class Sizes:
             "E": self.value_dim,
             "E_PAD": _matrix(self.value_dim),
             "BLOCK": max(16, self.attend_block // 2) if packed or rope is not None else self.attend_block,
+            "KEEPS": 0,
+            "KEPT": 0,
         }
+
+    def at_once(self, splits: int, rope: Rope | None = None) -> dict[str, Any]:
+        """Return constants of `at_once` that depend on the sizes; see `attend` and `settle`."""
+        attends = self.attend(rope)
+        settles = self.settle(splits, splits, rope=rope) | {"D_PAD": attends["D_PAD"], "E_PAD": attends["E_PAD"]}
+        return settles | {"M_PAD": attends["G_PAD"], "BLOCK": SPLIT, "TOGETHER": attends["BLOCK"]}
+
+    def fits_at_once(self, slots: int, pairs: int, processors: int) -> bool:
+        """Return whether `at_once` can serve steps: whether one program holds a split's logits, and programs can wait for each other.
+
+        Args:
+            pairs: KV heads of all rows. processors: see `pieces`; 0 if programs run one after another.
+        """
+        splits, each = self.splits(slots)
+        held = each == SPLIT and self.group <= 8
+        dims = all(16 <= dim <= 128 for dim in (self.key_dim, self.value_dim))  # `attend` pads fewer otherwise than `settle`
+        most = processors * min(AT_ONCE_PER_PROCESSOR, self._most_at_once)
+        return AT_ONCE_PER_PROCESSOR > 0 and held and dims and (splits == 1 or splits * pairs <= most)
+
+    @property
+    def _most_at_once(self) -> int:
+        """Programs of `at_once` per multiprocessor for which there are registers."""
+        return 3 if self.hopper and self.item == 2 else 2
+
+    def at_once_options(self, splits: int) -> dict[str, int]:
+        """Return compile options of `at_once`. Only a cooperative launch lets programs wait for each other."""
+        options = {"num_warps": 4, "num_stages": 2, "maxnreg": 168 if self._most_at_once == 3 else 255}
+        return options | ({"launch_cooperative_grid": True} if splits > 1 else {})
 
     def reads_ahead(self, rope: Rope | None) -> bool:
         """Return whether `attend` has enough registers to read free slots too and to mask their values afterwards."""
@@ -188,6 +221,7 @@ class Sizes:
             "ROWS": max(16, _ALONE_ELEMENTS // _power_of_two(max(self.key_dim, self.value_dim))),
             "TILE": COMPARED,
             "ROW_TILE": max(16, min(COMPARED, _PAIR_ELEMENTS // _power_of_two(max(self.key_dim, self.value_dim)))),
+            "TOGETHER": 0,
         }
 
     def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:

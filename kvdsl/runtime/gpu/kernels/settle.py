@@ -1,8 +1,8 @@
 """Launches of a decode step and of a prompt that place a token, update statistics, rank slots and evict.
 
-`settle` follows `kvdsl.runtime.gpu.attend` in every step. For each KV head and row one program combines the splits of `attend`, and PIECES
-others share the head's slots: the one with the first free slot stores the new token, each updates statistics for its slots and ranks
-them, and the last one to finish evicts.
+`settle` follows `kvdsl.runtime.gpu.attend` in every step, unless `at_once` does what both do. For each KV head and row one program
+combines the splits of `attend`, and PIECES others share the head's slots: the one with the first free slot stores the new token, each
+updates statistics for its slots and ranks them, and the last one to finish evicts.
 
 Further launches: `make_room`, before everything else, under a hard cap; `agree`, after `settle` and `make_room`, if heads agree on their
 victims: then those only rank. `settle_prompt` evicts after a prompt, if each KV head evicts by itself and its columns suffice.
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kvdsl.runtime.gpu import evicting, layout, ops, packed, select
+from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.kernels.hooks import (
     ends,
     find_columns,
@@ -78,7 +79,7 @@ def settle(
     lowest_found,  # [B, H, PIECES] int64, output: sort key of each program's first victim
     victims,  # [B, H, PIECES] int32, output: slot of that victim
     at_ends,  # [B, H, PIECES] int32, output: number of the program's tokens protected as first or last ones
-    newest,  # [B] int32: position of the new token
+    newest,  # [B, H] int32: position of the new token
     seen,  # [R] int32, output: position of the next token
     real,  # [B] bool: False for padding, whose output is zero
     numbers,  # [R, numbers] or [R, H, numbers] float64
@@ -125,29 +126,30 @@ def settle(
     SCORES: tl.constexpr,
     TOPS: tl.constexpr,  # number of `keep top`
     ENDS: tl.constexpr,  # class of protected first and last tokens, see `evicting`
+    TOGETHER: tl.constexpr,  # slots per block of `attend`, if `at_once` calls, with the split's logits; 0: a launch of its own
 ):
     """Combine splits, place the token, update statistics, rank slots, evict; the grid is (PIECES + 1, H, B)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
+    pieces, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    if piece == pieces:  # combines the splits
-        if tl.load(real + row) == 0:
-            ops.nothing(out, pair, G, G_PAD, E, E_PAD)
-        else:
-            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
-        return
+    if TOGETHER == 0:
+        pieces -= 1
+        if piece == pieces:
+            answer(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
+            return
     if tl.load(real + row) == 0:
         return
     own_row = ops.row_of(which, row, SOME)
     own_pair = (own_row * heads + head).to(tl.int64)
-    now = tl.load(newest + row)
-    if (piece == 0) & (head == 0):
-        tl.store(seen + own_row, now + 1)
+    now = tl.load(newest + pair)
+    if TOGETHER == 0:  # noqa: SIM102 (the outer condition is static)
+        if (piece == 0) & (head == 0):
+            tl.store(seen + own_row, now + 1)
     position += own_pair * slots
     work += pair * SCORES * slots
     kept += pair * slots
     taken += pair * slots
-    if LOGITS:
+    if LOGITS and TOGETHER == 0:
         logits += pair * G * slots
     if COMPACT:
         rank += own_pair * slots
@@ -165,8 +167,13 @@ def settle(
     base, above = 0, 0
     if LOGITS:
         base, above = ops.log_sum_exp(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
-    begin = piece * per_piece
-    end = tl.minimum(begin + per_piece, slots)
+    if TOGETHER > 0:
+        begin, end = ops.share(ops.reach(slots, now), piece, pieces, TOGETHER)
+        if LOGITS:
+            logits = ops.with_new(logits, new_logits + pair * G, begin + tl.arange(0, BLOCK), slot, G, G_PAD)
+    else:
+        begin = piece * per_piece
+        end = tl.multiple_of(tl.minimum(begin + per_piece, slots), 16)  # so that loads are wide
 
     # The program with the first free slot stores the new token.
     if (slot >= begin) & (slot < end):
@@ -181,7 +188,7 @@ def settle(
         if COMPACT:
             tl.store(rank + slot, live - 1)
             tl.store(length + own_pair, live - leaving)
-        if LOGITS:
+        if LOGITS and TOGETHER == 0:
             ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
         if SKETCHES:
             if SELECTS:
@@ -256,6 +263,151 @@ def settle(
                 if COMPACT:
                     tl.debug_barrier()
                     evicting.close_gaps(position, rank, gaps, slots, gone, BLOCK)
+
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def at_once(
+    which,  # this and the following as in `attend` and `settle`
+    out,
+    query,
+    new_key,
+    new_value,
+    keys,
+    values,
+    first_rows,
+    position,
+    seen,
+    newest,
+    part,
+    top,
+    total,
+    first_free,
+    held,
+    logits,
+    new_logits,
+    sinks,
+    rank,
+    length,
+    gaps,
+    slopes,
+    angles,
+    taken,
+    columns,
+    cache_rows,
+    ring_rows,
+    work,
+    kept,
+    arrived,
+    meetings,  # [B, H] int32: how often the KV head's programs have met, modulo 2**32
+    heads_met,  # [B] int32: number of the row's KV heads whose programs have met; 0 before and after the launch
+    lowest_found,
+    victims,
+    at_ends,
+    real,
+    numbers,
+    constants,
+    supplied,
+    slots,
+    splits,
+    scaling,
+    softcap,
+    window,
+    seed,
+    layer,
+    first_head,
+    SOME: tl.constexpr,
+    K_AS: tl.constexpr,
+    V_AS: tl.constexpr,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    M_PAD: tl.constexpr,  # G_PAD of `attend`
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # most slots per split, all in one block of `settle`
+    TOGETHER: tl.constexpr,  # slots per block of `attend`
+    SINKS: tl.constexpr,
+    BIASED: tl.constexpr,
+    RANKED: tl.constexpr,
+    DENSE: tl.constexpr,
+    TURNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    P_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    COMPACT: tl.constexpr,
+    LOGITS: tl.constexpr,
+    OBSERVES: tl.constexpr,
+    MERGES: tl.constexpr,
+    LAZY: tl.constexpr,
+    DRAWS: tl.constexpr,
+    SHARES: tl.constexpr,
+    SCORES: tl.constexpr,
+    TOPS: tl.constexpr,
+    ENDS: tl.constexpr,
+):
+    """Attend and settle in one launch, without selections, blocks and lent slots; the grid is (S, H, B).
+
+    Each program settles the slots that it has attended to, and holds their logits meanwhile. In between, the programs of a KV head meet, so
+    with several splits all programs must be on the device at once.
+    """
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    own = attend(
+        which, query, new_key, new_value, keys, values, first_rows, None, position, seen, newest, part, top, total, first_free, held, None,
+        None, None, logits, new_logits, rank, length, slopes, angles, None, None, slots, scaling, softcap, window,
+        SOME, 0, K_AS, V_AS, G, M_PAD, D, D_PAD, E, E_PAD, TOGETHER, LOGITS, BIASED, RANKED, False, DENSE, TURNS, PAIRS, P_PAD, R_PAD,
+        OFFSET, INTERLEAVED, DOT, PRECISION, False, BLOCK // TOGETHER, G_PAD,
+    )  # fmt: skip
+    pair = (row * heads + head).to(tl.int64)
+    if ops.meet(arrived, meetings, pair, splits):  # noqa: SIM102 (`and` evaluates both sides)
+        # Once all heads of the row have met, nobody reads `seen` any more.
+        if ops.last_to_arrive(heads_met, row, heads):
+            now = tl.load(newest + pair)
+            tl.store(seen + ops.row_of(which, row, SOME), now + 1, mask=tl.load(real + row) != 0)
+    settle(
+        which, out, part, top, total, sinks, first_free, held, own, new_logits, new_key, new_value, keys, values, first_rows, None,
+        position, rank, length, gaps, query, None, None, None, None, 0, None, 0, taken, None, columns, cache_rows, ring_rows, work, kept,
+        arrived, lowest_found, victims, at_ends, newest, seen, real, numbers, constants, supplied, slots, splits, 0, window, seed, layer,
+        first_head, SOME, 0, K_AS, V_AS, G, G_PAD, D, D_PAD, E, E_PAD, S_PAD, S_PAD, 16, SINKS, False, ROWS, TILE, ROW_TILE, BLOCK, COMPACT,
+        False, False, LOGITS, OBSERVES, MERGES, LAZY, False, DRAWS, SHARES, False, False, SCORES, TOPS, ENDS, TOGETHER,
+    )  # fmt: skip
+    if split == splits - 1:
+        answer(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
+
+
+@triton.jit
+def answer(
+    out,
+    part,
+    top,
+    total,
+    sinks,
+    real,
+    splits,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+    V_AS: tl.constexpr,
+):
+    """Combine the splits of this program's KV head."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    pair = (row * tl.num_programs(1) + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+    else:
+        ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
