@@ -4,7 +4,6 @@ kvdsl-lab, each at once, and attends to rounded keys and values, but in layers w
 the exact ones' distribution, in nats.
 
 benchmarks/int4_ways.py smollm2 > results/kv_dtype/int4_ways_smollm2.json
-benchmarks/int4_ways.py qwen2.5-coder-0.5b > results/kv_dtype/int4_ways_qwen.json
 """
 
 from __future__ import annotations
