@@ -141,7 +141,7 @@ class Sizes:
             rope: the rotation of keys, if the kernel rotates them. packed: whether it decodes them from another `kv_dtype`. Either takes
                 registers and halves the block.
         """
-        return self._pairs(rope) | {
+        return _pairs(rope, self.key_dim) | {
             "G": self.group,
             "G_PAD": _matrix(self.group),
             "D": self.key_dim,
@@ -168,35 +168,17 @@ class Sizes:
         splits, each = self.splits(slots)
         held = each == SPLIT and self.group <= 8
         dims = all(16 <= dim <= 128 for dim in (self.key_dim, self.value_dim))  # `attend` pads fewer otherwise than `settle`
-        most = processors * min(AT_ONCE_PER_PROCESSOR, self._most_at_once)
+        most = processors * min(AT_ONCE_PER_PROCESSOR, _most_at_once(self))
         return AT_ONCE_PER_PROCESSOR > 0 and held and dims and (splits == 1 or splits * pairs <= most)
-
-    @property
-    def _most_at_once(self) -> int:
-        """Programs of `at_once` per multiprocessor for which there are registers."""
-        return 3 if self.hopper and self.item == 2 else 2
 
     def at_once_options(self, splits: int) -> dict[str, int]:
         """Return compile options of `at_once`. Only a cooperative launch lets programs wait for each other."""
-        options = {"num_warps": 4, "num_stages": 2, "maxnreg": 168 if self._most_at_once == 3 else 255}
+        options = {"num_warps": 4, "num_stages": 2, "maxnreg": 168 if _most_at_once(self) == 3 else 255}
         return options | ({"launch_cooperative_grid": True} if splits > 1 else {})
 
     def reads_ahead(self, rope: Rope | None) -> bool:
         """Return whether `attend` has enough registers to read free slots too and to mask their values afterwards."""
         return rope is None and self.item == 2
-
-    def _pairs(self, rope: Rope | None) -> dict[str, Any]:
-        """Return constants for the rotated dims and their pairs."""
-        pairs, offset, pairing = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.pairing)
-        stay = self.key_dim - 2 * pairs
-        return {
-            "TURNS": rope is not None,
-            "PAIRS": pairs,
-            "P_PAD": _matrix(pairs),
-            "R_PAD": _matrix(stay) if stay else 0,
-            "OFFSET": offset,
-            "INTERLEAVED": pairing == "interleaved",
-        }
 
     def settle(
         self, splits: int, pieces: int, width: int = 0, rope: Rope | None = None, *, alone: bool = False
@@ -207,7 +189,7 @@ class Sizes:
             splits: see `splits`. pieces: see `pieces`. width: dims of a sketch.
             rope: the rotation of keys, if the cache stores rotated halves. alone: whether a program serves all slots of a head.
         """
-        return self._pairs(rope) | {
+        return _pairs(rope, self.key_dim) | {
             "G": self.group,
             "G_PAD": _power_of_two(self.group),
             "D": self.key_dim,
@@ -295,6 +277,25 @@ def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
         pairs, processors: see `Sizes.pieces`. block: see `Sizes.choose_block`.
     """
     return max(1, min(MAX_CHOOSERS, -(-slots // block), processors // pairs))
+
+
+def _most_at_once(sizes: Sizes) -> int:
+    """Return for how many programs of `at_once` a multiprocessor has registers."""
+    return 3 if sizes.hopper and sizes.item == 2 else 2
+
+
+def _pairs(rope: Rope | None, key_dim: int) -> dict[str, Any]:
+    """Return constants for the rotated dims and their pairs."""
+    pairs, offset, pairing = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.pairing)
+    stay = key_dim - 2 * pairs
+    return {
+        "TURNS": rope is not None,
+        "PAIRS": pairs,
+        "P_PAD": _matrix(pairs),
+        "R_PAD": _matrix(stay) if stay else 0,
+        "OFFSET": offset,
+        "INTERLEAVED": pairing == "interleaved",
+    }
 
 
 def _matrix(n: int) -> int:
