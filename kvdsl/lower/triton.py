@@ -264,7 +264,9 @@ def _settling(settle: _Settle, step: Step, tables: Tables, score: list[Pass]) ->
         yield tables.hook("tops", [f"return {', '.join(texts(settle.tops))}{',' * (len(settle.tops) == 1)}"])
     reads = [
         "d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)",
-        "own_table = layout.table_of(table, own_row, slots, SIZE)",
+        "own_table = table",
+        "if SIZE > 0:",
+        "    own_table = layout.table_of(table, own_row, slots, SIZE)",
         *load_vectors(settle.vectors),
         f"first_row = layout.first_row(first_rows, own_pair, slots, {'True' if _shares(step) else 'SIZE > 0'})",
     ]

@@ -17,10 +17,8 @@ from kvdsl.runtime.gpu import ops, packed
 
 @triton.jit
 def table_of(table, row, slots, SIZE: tl.constexpr):
-    """Return one row's table, [T], of the tables, [B, T]."""
-    if SIZE > 0:
-        table += row.to(tl.int64) * tl.cdiv(slots, SIZE)
-    return table
+    """Return one row's table, [T], of the tables, [B, T]. Call it only if there are blocks: Triton 3.3 cannot return None."""
+    return table + row.to(tl.int64) * tl.cdiv(slots, SIZE)
 
 
 @triton.jit

@@ -71,7 +71,8 @@ def look(
     query += pair * G * D
     new_key += pair * D
     keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * packed.row(D, K_AS)
-    table = layout.table_of(table, own_row, slots, SIZE)
+    if SIZE > 0:
+        table = layout.table_of(table, own_row, slots, SIZE)
     grades += pair * (slots + 16)
     mine = pair * splits + split
     if BY == "page_mean" or BY == "page_bound":

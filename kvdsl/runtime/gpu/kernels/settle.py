@@ -181,7 +181,10 @@ def settle(
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         at = layout.first_row(first_rows, own_pair, slots, SHARES | (SIZE > 0))
-        at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
+        own_table = table
+        if SIZE > 0:
+            own_table = layout.table_of(table, own_row, slots, SIZE)
+        at += layout.rows(slot, True, own_table, SIZE)
         key = packed.place(keys, at, key, D, D_PAD, K_AS)
         value = packed.place(values, at, value, E, E_PAD, V_AS)
         tl.store(position + slot, now)
