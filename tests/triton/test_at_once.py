@@ -38,11 +38,9 @@ POLICIES = (
     "streaming_llm",
     "a2sf",
     "equip_h2o",
-    "duo_attention",
     "random",
     "knorm",
     "vatp_roco",
-    "lazy_eviction",
 )
 TWICE = ("full", "sparcas", "quest", "scissorhands", "adakv", "gkv", "raas", "keydiff")
 """Policies whose steps take two launches, or more."""
