@@ -27,7 +27,9 @@ def kernels_of(source: Path) -> Any:
         All kernels in KERNELS; others are missing.
     """
     generated = vars(_module(f"{source.parent.name}.{source.stem}", source))
-    own = {name: x for name, x in generated.items() if hasattr(x, "fn")}  # until Triton 3.5, the interpreter's share no type with others
+    own = {
+        name: x for name, x in generated.items() if hasattr(x, "fn")
+    }  # until Triton 3.5, the interpreter's share no type with others
     found = {name: x for name, x in generated.items() if name.isupper()} | own
     for file in FILES:
         module = vars(_module(f"{source.parent.name}.{file}", Path(__file__).parent / f"{file}.py"))
