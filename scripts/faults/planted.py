@@ -436,9 +436,9 @@ FAULTS = [
     ),
     _fault(
         "Triton",
-        "kvdsl/runtime/gpu/attend.py",
-        "tl.where((split == 0) & (now < slots), now, 2**31 - 1)",
-        "2**31 - 1",
+        "kvdsl/runtime/gpu/ops.py",
+        "tl.minimum(slots, now + 1)",
+        "tl.minimum(slots, now)",
         "tests/triton/test_policies.py",
         "tests/triton/test_steps.py",
         "tests/triton/test_prompt.py",

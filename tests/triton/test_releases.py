@@ -39,7 +39,8 @@ def test_the_table_is_what_was_found() -> None:
 def test_the_table_is_of_todays_kernels() -> None:
     rows = json.loads(tritons.RESULTS.read_text())
     sources = [load(policy)[1].triton_source for policy in tritons.POLICIES]
-    count = sum(len(list(launched(kernels_of(source), Shape(), parse_target("cuda:90")))) for source in sources)
+    kernels = [one[0] for source in sources for one in launched(kernels_of(source), Shape(), parse_target("cuda:90"))]
+    count = sum(kernel not in tritons.OFF for kernel in kernels)
     assert {row["targets"]["cuda:90"]["kernels"] for row in rows} == {count}
 
 
