@@ -43,6 +43,8 @@ def allowed(kernel: str, target: str, *, turns: bool) -> int:
     A100, where ptxas stores two registers so that three programs fit a multiprocessor. An H200 takes a third less time for two warps than
     for four, of which none spills (decision 53).
     """
+    if (kernel, target) == ("at_once", "cuda:90") and not turns:
+        return 16  # of policies with many columns, within the 168 registers with which three programs fit; no step launches it yet
     return {"cuda:90": 80, "cuda:80": 8}.get(target, 0) if turns and kernel in ("attend", "at_once") else 0
 
 
