@@ -5,8 +5,7 @@ All caches read the same text side by side, `--chunk` tokens at a time, and are 
 nats, of the model's distribution under a policy in a `kv_dtype` from that under the same policy in the model's dtype.
 
 benchmarks/bits.py --model smollm2 --out results/kv_dtype/kl_smollm2.json
-benchmarks/bits.py --model qwen2.5-coder-0.5b --dtype fp32 --tokens 257 --stretches 2 --chunk 64 --policies full \\
-  --out results/kv_dtype/kl_qwen.json
+benchmarks/bits.py --model qwen2.5-coder-0.5b --dtype fp32 --tokens 257 --stretches 3 --chunk 64 --out results/kv_dtype/kl_qwen.json
 
 With `--largest-bias inf` layers are rounded whatever the bias of their keys:
 

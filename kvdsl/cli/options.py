@@ -55,33 +55,28 @@ def policies_option(default: str, *names: str, help: str = "Shipped policies, or
     )
 
 
-def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Check the value of `--storage`."""
-    if value is not None:
-        try:
-            slots_of_a_block(value)
-        except KvdslError as error:
-            raise click.BadParameter(str(error)) from None
-    return value
+def _checked(check: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """Return a callback that reports what `check` raises about an option's value."""
 
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                check(value)
+            except KvdslError as error:
+                raise click.BadParameter(str(error)) from None
+        return value
 
-def _kv_dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is not None:
-        try:
-            dtypes_of(value)
-        except KvdslError as error:
-            raise click.BadParameter(str(error)) from None
-    return value
+    return callback
 
 
 def memory_options(command: Any) -> Any:
     """Add the options of `kvdsl.memory`, passed to the command as `memory: dict[str, str]`, as `kvdsl.load` takes them."""
 
-    @click.option("--storage", metavar="LAYOUT", callback=_storage,
+    @click.option("--storage", metavar="LAYOUT", callback=_checked(slots_of_a_block),
                   help="Memory layout of slots: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
     @click.option("--rope", type=click.Choice(ROPES),
                   help="Compact positions: rotate keys when they are read, or cache their rotated halves [default: fused].")  # fmt: skip
-    @click.option("--kv-dtype", metavar="TYPE", callback=_kv_dtype,
+    @click.option("--kv-dtype", metavar="TYPE", callback=_checked(dtypes_of),
                   help="Storage type of keys and values: model, int8, int4, fp8, or one for keys and one for values, such as int8/int4 "
                        "[default: model].")  # fmt: skip
     @wraps(command)

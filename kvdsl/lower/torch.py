@@ -59,9 +59,7 @@ def torch_plan(step: Step) -> TorchPlan:
         "fold": _named(step.ruled("fold"), row),
         "prune": _named(step.ruled("prune"), slots),
         "protect": [_torch_keep(keep, slots, step.protect.ends_last) for keep in step.protect.keeps],
-        "budget": []
-        if evict is None or evict.budget is None
-        else _returned(CountPrinter("slots", agreed=evict.by == "heads").value(evict.budget)),
+        "budget": [] if evict is None or evict.budget is None else _returned(_budget(evict.budget, evict.by)),
         "score": [] if evict is None else _score(evict.score),
         "weigh": [] if step.share is None else _returned(slots.value(step.share)),
         "count": [] if select is None or select.count is None else _returned(_count(select.count, select.layers)),
@@ -104,6 +102,10 @@ def _score(score: Expr) -> list[Fragment]:
         bare = TensorPrinter("slots", grouped=of_query_heads(part.body), dims=Axis.DIM in axes_of(part.body))
         lines.append(fragment(f"{names[part]} = {{}}", bare.value(part)))
     return [*lines, fragment("return {}", TensorPrinter("slots", names=names).body(score))]
+
+
+def _budget(budget: Expr, by: str) -> Fragment:
+    return CountPrinter("slots", agreed=by == "heads").value(budget)
 
 
 def _count(count: Expr, layers: LayerRange) -> Fragment:

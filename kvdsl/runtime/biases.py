@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvdsl.errors import KvdslError
 
 LARGE: float = 4
-"""Root mean square of a large bias. The keys of trained models have one of about 1 without their bias."""
+"""The root mean square above which a bias is large. Without their bias, the keys of trained models have one of about 1."""
 
 _PROJECTION = re.compile(r"(^|_)(k|wk|key|kv|qkv|wqkv|pack)(_|$)|^c_attn$", re.IGNORECASE)
 """Names of what computes keys, alone (`k_proj`, `key`) or with queries and values (`qkv_proj`, `query_key_value`, `c_attn`)."""
@@ -63,6 +63,5 @@ def _norm(name: str, bias: Tensor | None, head_dim: int) -> float:
 
 
 def told(large: Mapping[int, float]) -> str:
-    """Return layers with the norms of their biases, for messages."""
-    named = [f"{layer} ({norm:.4g})" for layer, norm in large.items()]
-    return "layers " + ", ".join(named)
+    """Return layers with the norms of their biases, such as "0 (278.6), 8 (278.1)", for messages."""
+    return ", ".join(f"{layer} ({norm:.4g})" for layer, norm in large.items())

@@ -24,12 +24,12 @@ from tests.hf.test_compile import assert_same_slots, decode, whole
 from tests.quick import few
 
 PACKED = (*KV_DTYPES[1:], "int8/int4")
-pytestmark = pytest.mark.filterwarnings(r"ignore:layers \d+ \([\d.]+\) keep the model's dtype")
+pytestmark = pytest.mark.filterwarnings("ignore:these layers keep the model's dtype")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
 def biased(norm: float = 300.0, layer: int = 1) -> Any:
-    """A model of three layers, in one of which a KV head's keys have a bias of this norm."""
+    """Make a model with three layers. One of them adds a bias of this norm to the keys of a KV head."""
     model = zoo.make("Qwen2", num_hidden_layers=3)
     bias = torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
     bias[1] *= norm / bias[1].norm()
@@ -177,7 +177,7 @@ class Rounding(DynamicLayer):
 def test_a_layer_with_a_large_bias_is_not_rounded(kv_dtype: str, backend: str) -> None:
     """Its keys are the model's, other layers' are rounded, and logits are those of the interpreter's rounding, step by step."""
     model, ids = biased(), zoo.prompt(1, 24)
-    with pytest.warns(UserWarning, match=rf"^layers 1 \(300\) keep the model's dtype instead of `{kv_dtype}`"):
+    with pytest.warns(UserWarning, match=rf"^these layers keep the model's dtype instead of `{kv_dtype}`: 1 \(300\)\. "):
         cache = kvdsl.load("full")(model, kv_dtype=kv_dtype, backend=backend)
     expected = DynamicCache(config=model.config)
     expected.layers = [Rounding() for _ in range(3)]

@@ -38,14 +38,18 @@ def kernels_for(policy: str) -> list[str]:
     return [kernel for kernel, is_there in wanted.items() if is_there]
 
 
+MAY_SPILL = {("attend", "cuda:90", True): 80, ("attend", "cuda:80", True): 8, ("at_once", "cuda:90", False): 16}
+"""Bytes that a kernel may spill, by target and by whether it turns keys; elsewhere none.
+
+On Hopper, `attend` turns keys with two warps and lacks a few registers. An H200 takes a third less time for them than for four warps,
+which spill nothing (decision 53). On an A100, ptxas spills two registers so that three programs fit on a multiprocessor. `at_once`, which
+no step launches yet, may use 168 registers for the same reason; policies with many columns need four more.
+"""
+
+
 def allowed(kernel: str, target: str, *, turns: bool) -> int:
-    """Bytes that may spill: none, but where keys are turned on Hopper by two warps, which leaves a few numbers no register, and on an
-    A100, where ptxas stores two registers so that three programs fit a multiprocessor. An H200 takes a third less time for two warps than
-    for four, of which none spills (decision 53).
-    """
-    if (kernel, target) == ("at_once", "cuda:90") and not turns:
-        return 16  # of policies with many columns, within the 168 registers with which three programs fit; no step launches it yet
-    return {"cuda:90": 80, "cuda:80": 8}.get(target, 0) if turns and kernel in ("attend", "at_once") else 0
+    """Return the bytes that a kernel may spill."""
+    return MAY_SPILL.get((kernel, target, turns), 0)
 
 
 @pytest.mark.nightly

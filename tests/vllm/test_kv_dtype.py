@@ -152,6 +152,6 @@ def test_pages_of_keys_with_a_large_bias_are_refused(norm: float, tmp_path: Path
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.bias[16:].fill_(norm / 4)
     model.save_pretrained(tmp_path)
-    told = f"keys of layers 1 \\({norm:.4g}\\) have a bias .* leave `kv_dtype` out"
+    told = f"adds a bias to keys .*: 1 \\({norm:.4g}\\)\\. .* leave `kv_dtype` out"
     with nullcontext() if norm < 16 else pytest.raises(Exception, match=told):
         engine("h2o", model=tmp_path, kv_dtype="int8", skip_tokenizer_init=True)

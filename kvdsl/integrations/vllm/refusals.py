@@ -52,9 +52,9 @@ def refuse_biases(norms: Mapping[int, float], spec: PolicySpec) -> None:
     large = {layer: norm for layer, norm in norms.items() if norm}
     if large:
         raise KvdslError(
-            f"`kv_dtype` is `{spec.kv_dtype}`, but the keys of {told(large)} have a bias whose norm, in brackets, is above "
-            f"4 × √head_dim: rounding would lose the rest of a key, and pages have one dtype for all layers: leave `kv_dtype` out, or "
-            f"generate with kvdsl's cache in transformers, where such layers keep the model's dtype"
+            f"`kv_dtype` is `{spec.kv_dtype}`, but in these layers the model adds a bias to keys whose norm, in brackets, is above "
+            f"4 × √head_dim: {told(large)}. Rounding would lose what tells these keys apart, and pages have one dtype for all layers: "
+            f"leave `kv_dtype` out, or generate with kvdsl's cache in transformers, where such layers keep the model's dtype"
         )
 
 

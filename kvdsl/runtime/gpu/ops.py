@@ -39,7 +39,7 @@ def reach(slots, now):
 
 @triton.jit
 def share(reach, split, splits, BLOCK: tl.constexpr):
-    """Return the first slot of a split, and the slot after its last. All splits but the last ones have as many whole blocks."""
+    """Return the first slot of a split, and the slot after its last. All but the last splits have the same number of whole blocks."""
     each = tl.cdiv(tl.cdiv(reach, splits), BLOCK) * BLOCK
     return split * each, tl.minimum((split + 1) * each, reach)
 
@@ -81,8 +81,7 @@ def combine(
     top,
     total,
     sinks,
-    pair,
-    head,
+    real,  # [B] bool: False for padding, whose output is zero
     splits,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -92,7 +91,9 @@ def combine(
     SINKS: tl.constexpr,
     KV: tl.constexpr,
 ):
-    """Combine the splits' results into the GQA group's attention output."""
+    """Combine the splits' results into the attention output of this program's GQA group."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    pair = (row * tl.num_programs(1) + head).to(tl.int64)
     base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
     group = tl.arange(0, G_PAD)
 
@@ -108,7 +109,7 @@ def combine(
         share = tl.exp(own - base[None, :])[:, :, None]
         at = ((pair * splits + s[:, None, None]) * G + g) * E + e
         mixed += share * tl.load(part + at, mask=(s[:, None, None] < splits) & (g < G) & (e < E), other=0.0)
-    found = packed.plain(tl.sum(mixed, 0) / weight[:, None], E, E_PAD, KV)
+    found = tl.where(tl.load(real + row) != 0, packed.plain(tl.sum(mixed, 0) / weight[:, None], E, E_PAD, KV), 0.0)
     g, e = group[:, None], tl.arange(0, E_PAD)[None, :]
     tl.store(out + (pair * G + g) * E + e, found.to(out.dtype.element_ty), mask=(g < G) & (e < E))
 
@@ -137,14 +138,6 @@ def _found(top, total, pair, s, g, splits, G: tl.constexpr):
     at = (pair * splits + s[:, None]) * G + g[None, :]
     there = (s[:, None] < splits) & (g[None, :] < G)
     return tl.load(top + at, mask=there, other=float("-inf")), tl.load(total + at, mask=there, other=0.0)
-
-
-@triton.jit
-def nothing(out, pair, G: tl.constexpr, G_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr):
-    """Write zeros, the output of padding."""
-    g, e = tl.arange(0, G_PAD)[:, None], tl.arange(0, E_PAD)[None, :]
-    zeros = tl.zeros([G_PAD, E_PAD], out.dtype.element_ty)
-    tl.store(out + (pair * G + g) * E + e, zeros, mask=(g < G) & (e < E))
 
 
 @triton.jit

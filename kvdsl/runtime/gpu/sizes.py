@@ -173,7 +173,8 @@ class Sizes:
 
     def at_once_options(self, splits: int) -> dict[str, int]:
         """Return compile options of `at_once`. Only a cooperative launch lets programs wait for each other."""
-        options = {"num_warps": 4, "num_stages": 2, "maxnreg": 168 if _most_at_once(self) == 3 else 255}
+        stages = 1 if self.item == 4 else 2  # loading float32 ahead would take more registers than there are
+        options = {"num_warps": 4, "num_stages": stages, "maxnreg": 168 if _most_at_once(self) == 3 else 255}
         return options | ({"launch_cooperative_grid": True} if splits > 1 else {})
 
     def reads_ahead(self, rope: Rope | None) -> bool:

@@ -99,8 +99,8 @@ class KVCache(Linked, Cache):
         self._begin(model, spec, params, backends, seed)
         if self._unrounded:
             warn(
-                f"{told(self._unrounded)} keep the model's dtype instead of `{spec.kv_dtype}`: the model adds a bias to keys there whose "
-                f"norm, in brackets, is above 4 × √head_dim, so that rounding would leave the rest of a key few codes"
+                f"these layers keep the model's dtype instead of `{spec.kv_dtype}`: {told(self._unrounded)}. There the model adds a bias "
+                f"to keys whose norm, in brackets, is above 4 × √head_dim, and rounding would lose what tells keys apart"
             )
         self._supplying.use(model, spec, supplied)
 
@@ -240,7 +240,7 @@ class KVCache(Linked, Cache):
         self.__dict__.update(kept)
         self._spec = self.spec.with_memory(memory)
         for layer in self._layers.managed:
-            layer.state.follow(self._spec_of(layer.index))
+            layer.state.follow(self._spec_of(layer.state.layer))
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
         """Connect a loaded cache to its model.

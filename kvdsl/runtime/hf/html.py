@@ -35,7 +35,7 @@ def _head(layer: SlotLayer) -> str:
 
 
 def _line(layer: SlotLayer) -> str:
-    cells = (f"{layer.index}", _most(layer), f"{layer.bytes():,}", _strip(layer))
+    cells = (f"{layer.state.layer}", _most(layer), f"{layer.bytes():,}", _strip(layer))
     return _row("td", cells)
 
 
@@ -59,7 +59,7 @@ def _strip(layer: SlotLayer) -> str:
     shares = _shares(layer)
     return (
         f'<svg width="{2 * len(shares)}" height="{_HEIGHT}" viewBox="0 0 {len(shares)} 1" preserveAspectRatio="none" role="img" '
-        f'style="display:block;outline:1px solid rgba(128,128,128,.4)"><title>what layer {layer.index} holds</title>'
+        f'style="display:block;outline:1px solid rgba(128,128,128,.4)"><title>what layer {layer.state.layer} holds</title>'
         f'<g fill="currentColor">{"".join(_cells(shares))}</g></svg>'
     )
 

@@ -57,7 +57,6 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     Attributes:
         state: the slots.
-        index: the layer's number in the model.
         sync: what the layers of the cache share.
         undo: records of the last steps.
         window: the number of tokens that a query sees, or None.
@@ -84,7 +83,6 @@ class SlotLayer(Linked, CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.state = state
-        self.index = state.layer
         self.sync = sync
         self.undo = Undo(state)
         self.window = window
@@ -166,7 +164,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             KvdslError: if the tokens cannot continue what is cached.
         """
         self.sync.end(self)
-        checks.check_window(module, self.index, self.window, asked_window)
+        checks.check_window(module, self.state.layer, self.window, asked_window)
         call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope, slopes=slopes)
         if not torch.compiler.is_compiling():
             out = self.attend_eagerly(module, call, positions)
@@ -188,7 +186,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             if self.window is not None and call.real is not None:
                 checks.check_gaps(self.state, call.real, self.window)
         if self.state.choices is not None:
-            self.state.choices.begin(self.index)
+            self.state.choices.begin(self.state.layer)
         if self.length == 0:
             self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:
@@ -370,7 +368,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
-        return f"SlotLayer(layer={self.index}, slots={self.state.slots}, length={self.length}{window})"
+        return f"SlotLayer(layer={self.state.layer}, slots={self.state.slots}, length={self.length}{window})"
 
 
 def _fits_a_graph(layer: SlotLayer, call: AttentionCall) -> bool:

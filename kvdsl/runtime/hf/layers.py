@@ -34,7 +34,7 @@ class Layers:
     @property
     def indices(self) -> list[int]:
         """The numbers of the managed layers."""
-        return [layer.index for layer in self.managed]
+        return [layer.state.layer for layer in self.managed]
 
     def managed_layer(self, index: int) -> SlotLayer:
         """Return a managed layer.

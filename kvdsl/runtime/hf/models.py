@@ -59,11 +59,14 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def sizes(config: Any, layers: int) -> dict[str, int]:
     """Return a model's sizes from its config, by the axes of tensors. The first keys give the rest."""
-    names = {"heads": "num_key_value_heads", "dims": "head_dim", "group": "num_attention_heads"}
-    told = {axis: getattr(config, name, None) for axis, name in names.items()}
-    found = {"layers": layers} | {axis: size for axis, size in told.items() if isinstance(size, int)}
-    query_heads = found.pop("group", None)
-    return found | ({"group": query_heads // found["heads"]} if query_heads is not None and "heads" in found else {})
+    found = {
+        "layers": layers,
+        "heads": getattr(config, "num_key_value_heads", None),
+        "dims": getattr(config, "head_dim", None),
+    }
+    if isinstance(found["heads"], int) and isinstance(getattr(config, "num_attention_heads", None), int):
+        found["group"] = config.num_attention_heads // found["heads"]
+    return {axis: size for axis, size in found.items() if isinstance(size, int)}
 
 
 def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:

@@ -97,8 +97,8 @@ class LayerSync(Linked):
 
     def enter(self, layer: Layer) -> None:
         """Add a layer, in the model's order."""
-        self._first = self._first if self._layers else layer.index
-        self._last = layer.index
+        self._first = self._first if self._layers else layer.state.layer
+        self._last = layer.state.layer
         self._layers.append(Weakly(layer))
 
     def begin_forward(self) -> None:
@@ -117,7 +117,7 @@ class LayerSync(Linked):
             return
         layers = [layer() for layer in self._layers]
         furthest = max(layer.length for layer in layers)
-        missed = [layer.index for layer in layers if self.served == 0 or layer.length < furthest]
+        missed = [layer.state.layer for layer in layers if self.served == 0 or layer.length < furthest]
         if self.open is not None:
             self.running = True
             raise self._not_reached()
@@ -141,13 +141,13 @@ class LayerSync(Linked):
         if self.open is not None:
             raise self._not_reached()
         if torch.compiler.is_compiling():
-            self.open = layer.index
+            self.open = layer.state.layer
             return
         first, last = self._layers[0](), self._layers[-1]()
         level = last.length == layer.length if layer is first else first.length == layer.length + tokens
         if not level:
             raise KvdslError("the last forward was interrupted between two layers: call `cache.reset()` and start again")
-        self.open = layer.index
+        self.open = layer.state.layer
 
     def end(self, layer: Layer) -> None:
         """Record that the layer attends.
@@ -155,9 +155,9 @@ class LayerSync(Linked):
         Raises:
             KvdslError: if it already attended to these keys.
         """
-        if self.open != layer.index:
+        if self.open != layer.state.layer:
             raise KvdslError(
-                f"layer {layer.index}'s keys are attended to more than once in a forward (shared between layers), which a "
+                f"layer {layer.state.layer}'s keys are attended to more than once in a forward (shared between layers), which a "
                 f"cache that observes attention does not support"
             )
         self.open = None
@@ -177,13 +177,13 @@ class LayerSync(Linked):
     def take_guesses(self, layer: Layer) -> int | None:
         """Return how many tokens of this forward are guesses, or None. The last layer clears the number."""
         guesses = self.guesses
-        if layer.index == self._last:
+        if layer.state.layer == self._last:
             self.guesses = None
         return guesses
 
     def add(self, layer: Layer, tokens: int) -> None:
         """Add served tokens to `total`; only the last layer counts."""
-        if layer.index != self._last:
+        if layer.state.layer != self._last:
             return
         if self.total is None:
             with plain_tensors():
@@ -216,7 +216,7 @@ class LayerSync(Linked):
 
     def is_first(self, layer: Layer) -> bool:
         """Whether the layer is the first managed one in a forward."""
-        return layer.index == self._first
+        return layer.state.layer == self._first
 
     def require_owner(self, module: nn.Module) -> None:
         """Raise KvdslError unless the module is part of the cache's model."""

@@ -305,7 +305,7 @@ class SlotState(Linked):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which keys and values are computed with."""
+        """The dtype of computations with keys and values."""
         return torch.float32 if self.format.packed else self.layout.dtype
 
     @property

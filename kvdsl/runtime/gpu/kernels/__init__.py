@@ -27,9 +27,8 @@ def kernels_of(source: Path) -> Any:
         All kernels in KERNELS; others are missing.
     """
     generated = vars(_module(f"{source.parent.name}.{source.stem}", source))
-    own = {
-        name: x for name, x in generated.items() if hasattr(x, "fn")
-    }  # until Triton 3.5, the interpreter's share no type with others
+    # Up to Triton 3.5, the interpreter's functions share no base class with compiled ones.
+    own = {name: x for name, x in generated.items() if hasattr(x, "fn")}
     found = {name: x for name, x in generated.items() if name.isupper()} | own
     for file in FILES:
         module = vars(_module(f"{source.parent.name}.{file}", Path(__file__).parent / f"{file}.py"))

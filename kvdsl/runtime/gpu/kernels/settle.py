@@ -135,7 +135,7 @@ def settle(
     if TOGETHER == 0:
         pieces -= 1
         if piece == pieces:
-            answer(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
+            ops.combine(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
             return
     if tl.load(real + row) == 0:
         return
@@ -384,33 +384,7 @@ def at_once(
         False, False, LOGITS, OBSERVES, MERGES, LAZY, False, DRAWS, SHARES, False, False, SCORES, TOPS, ENDS, TOGETHER,
     )  # fmt: skip
     if split == splits - 1:
-        answer(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
-
-
-@triton.jit
-def answer(
-    out,
-    part,
-    top,
-    total,
-    sinks,
-    real,
-    splits,
-    G: tl.constexpr,
-    G_PAD: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    S_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
-    V_AS: tl.constexpr,
-):
-    """Combine the splits of this program's KV head."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    pair = (row * tl.num_programs(1) + head).to(tl.int64)
-    if tl.load(real + row) == 0:
-        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
-    else:
-        ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
+        ops.combine(out, part, top, total, sinks, real, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS, V_AS)
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
