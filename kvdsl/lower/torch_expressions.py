@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Rank, Reduce, TensorRef, call, is_call
-from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, TABLED, functions_of
+from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, RANGES, REDUCTIONS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import axes_of, has, of_query_heads
 from kvdsl.lower.expression import (
@@ -36,19 +36,11 @@ _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 _OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
 _OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
-_MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
+        **{over: [row.name for row in REDUCTIONS.values() if over in row.over] for over in RANGES},
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
-        "history": (*_MASKED, "median", "quantile"),
-        "slots": (*_MASKED, "median"),
         "dims": _OVER_DIMS,
-        "sketch": _MASKED,
-        "page": _MASKED,
-        "next": _MASKED,
-        "others": _MASKED,
-        "heads": _MASKED,
-        "text": _MASKED,
     },
 )
 """The reductions of the torch target: everything that the checker accepts. `kvdsl.runtime.torch.view` has the masked ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import Fix, Help, offer
-from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, PRELUDE, REDUCTIONS
+from kvdsl.ir.ops import ELEMENTWISE, PLAIN_REDUCTIONS, POOLS, PRELUDE, REDUCTIONS, ReductionRow
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
 from kvdsl.syntax import habits
@@ -49,14 +49,17 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
     return values
 
 
+def _example_of(row: ReductionRow) -> str:
+    body = "attn" if "queries" in row.over else "attn over last 32 queries"
+    return f"{row.name}({body}, 0.9)" if row.argument else f"{row.name}({body})"
+
+
 EXAMPLES = {
-    **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS if name not in PRELUDE},
+    **{name: _example_of(row) for name, row in REDUCTIONS.items() if name not in PRELUDE},
     **{name: f"{name}(mean(attn))" for name, count in ELEMENTWISE.items() if count == 1 and name not in PRELUDE},
     "max": "max(mean(attn), 0.1)",
     "min": "min(mean(attn), 0.1)",
     "where": "where(age > 8, mean(attn), 1)",
-    "median": "median(attn over last 32 queries)",
-    "quantile": "quantile(attn over last 32 queries, 0.9)",
     "project": "project(k, basis)",
     "turn": "turn(k, -position)",
     "ahead": "ahead(k, 512)",
