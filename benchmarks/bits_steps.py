@@ -1,0 +1,65 @@
+#!/usr/bin/env python
+"""How long a decode step takes in every `kv_dtype`: the types take turns in one process, on caches with as many slots.
+
+benchmarks/bits_steps.py --json > results/kv_dtype/steps.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+import torch
+
+from kvdsl.environment import environment
+from kvdsl.memory import KV_DTYPES
+from kvdsl_lab.bench import baselines, decode, measure
+
+TYPES = (*KV_DTYPES, "int8/int4")
+SHAPES = [
+    decode.Shape(batch=8, kv_heads=heads, group=4, head_dim=dims, live=8192, dtype=dtype)
+    for heads, dims, dtype in ((8, 128, "bf16"), (2, 64, "bf16"), (8, 128, "fp32"))
+]
+
+
+@click.command(help=__doc__)
+@click.option("--policy", default="h2o", show_default=True)
+@click.option("--threads", default=1, show_default=True)
+@click.option("--rounds", default=21, show_default=True)
+@click.option("--starts", default=2, show_default=True, help="Times that caches are made anew, to lie elsewhere in memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+def main(policy: str, threads: int, rounds: int, starts: int, as_json: bool) -> None:
+    torch.set_num_threads(threads)
+    rows = []
+    for shape in [shape for shape in SHAPES for _ in range(starts)]:
+        for row in measured(policy, shape, rounds):
+            rows.append(asdict(shape) | row)
+            if not as_json:
+                click.echo(
+                    "{kv_heads} x {head_dim}, {dtype}, {kv_dtype}: {ms:.1f} ms, {faster:.2f}x faster".format(**rows[-1])
+                )
+    if as_json:
+        head = {"environment": environment(), "policy": policy, "threads": threads, "rounds": rounds}
+        click.echo(json.dumps(head | {"rows": rows}, indent=1))
+
+
+def measured(policy: str, shape: decode.Shape, rounds: int) -> list[dict[str, Any]]:
+    """Return milliseconds of a step, and how much faster it is than in the model's dtype, round by round: medians and quartiles."""
+    spec, tokens = decode.load(policy).spec, decode.new_tokens(shape)
+    steps = {}
+    for kv_dtype in TYPES:
+        stored = spec.with_memory((spec.block, spec.rope_cached, kv_dtype))
+        backend = decode.choose(stored, "cpu", torch.device("cpu"), shape.torch_dtype)
+        step = decode.decode_step(backend, decode.steady_state(stored, shape))
+        steps[kv_dtype] = measure.calibrated(baselines.repeated(step, tokens))
+    times = measure.interleaved(steps, rounds, warmup=2)
+    return [
+        {"kv_dtype": name, **measure.summary("ms", own), **measure.summary("faster", measure.ratios(times["model"], own))}
+        for name, own in times.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
