@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import click
@@ -38,7 +39,9 @@ def main(policy: str, threads: int, rounds: int, starts: int, as_json: bool) -> 
             rows.append(asdict(shape) | row)
             if not as_json:
                 click.echo(
-                    "{kv_heads} x {head_dim}, {dtype}, {kv_dtype}: {ms:.1f} ms, {faster:.2f}x faster".format(**rows[-1])
+                    "{kv_heads} x {head_dim}, {dtype}, {kv_dtype}: {ms:.1f} ms, {faster:.2f}x faster, {roofline:.2f} of a read".format(
+                        **rows[-1]
+                    )
                 )
     if as_json:
         head = {"environment": environment(), "policy": policy, "threads": threads, "rounds": rounds}
@@ -46,18 +49,27 @@ def main(policy: str, threads: int, rounds: int, starts: int, as_json: bool) -> 
 
 
 def measured(policy: str, shape: decode.Shape, rounds: int) -> list[dict[str, Any]]:
-    """Return milliseconds of a step, and how much faster it is than in the model's dtype, round by round: medians and quartiles."""
+    """Return milliseconds of a step, how much faster it is than in the model's dtype, and its share of a plain read's rate.
+
+    Each is a median with quartiles; ratios are of times in one round.
+    """
     spec, tokens = decode.load(policy).spec, decode.new_tokens(shape)
-    steps = {}
+    timed = {}
     for kv_dtype in TYPES:
-        stored = spec.with_memory((spec.block, spec.rope_cached, kv_dtype))
-        backend = decode.choose(stored, "cpu", torch.device("cpu"), shape.torch_dtype)
-        step = decode.decode_step(backend, decode.steady_state(stored, shape))
-        steps[kv_dtype] = measure.calibrated(baselines.repeated(step, tokens))
-    times = measure.interleaved(steps, rounds, warmup=2)
+        state = decode.steady_state(spec.with_memory((spec.block, spec.rope_cached, kv_dtype)), shape)
+        backend = decode.choose(state.spec, "cpu", torch.device("cpu"), shape.torch_dtype)
+        held = baselines.Cache(state.layout.keys(state.slots), state.layout.values(state.slots), shape.group)
+        timed[kv_dtype] = measure.calibrated(baselines.repeated(decode.decode_step(backend, state), tokens))
+        timed[f"read {kv_dtype}"] = measure.calibrated(partial(baselines.streaming_read, held))
+    times = measure.interleaved(timed, rounds, warmup=2)
     return [
-        {"kv_dtype": name, **measure.summary("ms", own), **measure.summary("faster", measure.ratios(times["model"], own))}
-        for name, own in times.items()
+        {
+            "kv_dtype": name,
+            **measure.summary("ms", times[name]),
+            **measure.summary("faster", measure.ratios(times["model"], times[name])),
+            **measure.summary("roofline", measure.ratios(times[f"read {name}"], times[name])),
+        }
+        for name in TYPES
     ]
 
 
