@@ -213,7 +213,7 @@ FAULTS = [
         "kvdsl/interp/settle.py",
         "if found[layer] >= live[layer]}",
         "if found[layer] > live[layer] + 1}",
-        "tests/differential/test_statements.py",
+        "tests/interp/test_capacity.py",
     ),
     _fault(
         "lowering",
@@ -326,8 +326,7 @@ FAULTS = [
         "kvdsl/runtime/torch/prompt.py",
         "view.random_key = (seed, layer, first_head + heads.start)",
         "view.random_key = (seed, layer, first_head)",
-        "tests/runtime/test_prefill.py",
-        "tests/differential/test_random.py",
+        "tests/differential/test_operations.py",
     ),
     _fault(
         "torch",

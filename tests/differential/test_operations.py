@@ -207,6 +207,13 @@ def test_no_column_holds_a_median() -> None:
     expect_in("score median(v over dims)", "KV0306", message, "median(v over dims)", "write `median(v over slots)`")
 
 
+def test_random_numbers_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is observed query by query and head by head."""
+    monkeypatch.setitem(statistics._BLOCK_BYTES, "cpu", 4)
+    one = run_policy(checked("param budget = 7\nscore sum(attn * random())"), TorchBackend(), TRACE)
+    assert not one.failures, one.failures[0]
+
+
 # -- vectors, weighted -------------------------------------------------------------------------------------------------
 
 WEIGHTED = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdsl.interp import Head, Interpreter, resolve
+from kvdsl.interp import Head, Interpreter, resolve, settle
 from kvdsl.ir.nodes import Policy
 
 from .policies import ATTN, binary, bounded, last, num, queries, read
@@ -31,6 +31,11 @@ def test_a_policy_keeps_at_least_one_token(form) -> None:
     """However little its budget comes to."""
     policy = form(bounded(SUM, budget=4).model_copy(update={"budget": binary(read("prompt"), "-", num(9))}))
     assert [resolve(policy, prompt=prompt).budget for prompt in (3, 9, 10, 12)] == [1, 1, 1, 3]
+
+
+def test_a_layer_gets_no_more_than_it_holds() -> None:
+    """Shares of 6 and 2 tokens: the first layer holds 5, so the second gets 3."""
+    assert settle.shares([3, 1], [4, 4], [0, 0], [5, 8]) == [5, 3]
 
 
 # -- cap hard --------------------------------------------------------------------------------------------------------

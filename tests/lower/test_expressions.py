@@ -104,3 +104,5 @@ def _no_constants(expr: Expr) -> Expr:
 def test_counts_are_doubles_in_cpp() -> None:
     half = call("/", Number(value=1), Number(value=2))
     assert CountPrinter()(half).text == "1.0 / 2.0"
+    product = call("*", ParamRef(name="n"), Number(value=0.7))
+    assert CountPrinter()(call("+", product, Number(value=1))).text == "kvdsl::rounded(head.param(Number::n) * 0.7) + 1.0"

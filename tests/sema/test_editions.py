@@ -75,6 +75,11 @@ def test_layers_that_choose(upgrade) -> None:
     assert upgrade(text.format(1, "in layers 2, 13 reused above")) == (text.format(2, "from layers (2, 13)"), [])
 
 
+def test_budgets_at_most(upgrade) -> None:
+    text = 'kv {}\n\npolicy Mine {{\n  "Mine."\n  param budget = 64\n  score  age\n  keep   last 1\n  budget {}\n}}\n'
+    assert upgrade(text.format(1, "0.5 * seen at most budget")) == (text.format(2, "min(0.5 * seen, budget)"), [])
+
+
 def test_words_of_tests(upgrade) -> None:
     tests = (
         'import quest\nimport kvzip\n\ntest "a" {{\n  use Quest{}\n  prompt {{ token key 1 query 2 }}\n  expect kept 0\n}}\n\n'

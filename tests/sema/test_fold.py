@@ -71,6 +71,11 @@ def test_a_policy_is_folded_everywhere() -> None:
     assert fold(checked) == checked
 
 
+def test_what_is_not_finite_is_unknown() -> None:
+    large = Number(value=1e200)
+    assert value_of(call("*", large, large)) is None
+
+
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: Number(value=value))
 OPERATORS = ["+", "-", "*", "/", "%", "**", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
 
