@@ -180,6 +180,23 @@ def facts_table() -> str:
     return table(("policy", *heads), ((f"`{policy}`", *numbers) for policy, numbers in found.items()))
 
 
+PROBLEMS = (("model", 64), ("int8", 98), ("int8/int4", 113), ("int4", 134))
+"""Records of problems answered: the cache's `kv_dtype`, and the tokens of an answer that take as many bytes."""
+
+
+def problems_table() -> str:
+    """Problems of GSM8K answered rightly, by bits and budget of the answer."""
+    found: dict[str, list[str]] = {}
+    for kv_dtype, budget in PROBLEMS:
+        [rows] = [
+            column["rows"] for column in _in_bits(kv_dtype, budget, "gsm8k_")["columns"] if column["measure"] == "accuracy"
+        ]
+        for row in rows:
+            found.setdefault(row["policy"], []).append(f"{row['mean'] * row['items']:.0f} of {row['items']}")
+    heads = [f"{_named(kv_dtype)}, {budget}" for kv_dtype, budget in PROBLEMS]
+    return table(("policy", *heads), ((f"`{policy}`", *numbers) for policy, numbers in found.items()))
+
+
 def _in_bits(kv_dtype: str, budget: int, kind: str = "") -> Any:
     """Return a record of `results/kv_dtype`."""
     name = f"{kind}{kv_dtype.replace('/', '-')}_{budget}.json"
@@ -190,7 +207,12 @@ def _named(kv_dtype: str) -> str:
     return "the model’s dtype" if kv_dtype == "model" else kv_dtype
 
 
-CHOOSING: dict[str, Callable[[], str]] = {"answers": answers_table, "bits": bits_table, "facts": facts_table}
+CHOOSING: dict[str, Callable[[], str]] = {
+    "answers": answers_table,
+    "bits": bits_table,
+    "facts": facts_table,
+    "problems": problems_table,
+}
 QUALITY_RECORD: dict[str, Callable[[], str]] = {
     "quality": quality_table,
     "everybody": everybody_table,
