@@ -24,14 +24,11 @@ def checked_policy(name: str, settings: Mapping[str, str], what: str) -> Policy:
         KvdslError: if it does not support an option, or needs a value from its caller.
     """
     from kvdsl.compiler import analyse, find_policy
-    from kvdsl.diagnostics import DiagnosticError
     from kvdsl.explain.facts import laid_out
 
     params = {key: value for key, value in settings.items() if key not in OPTIONS}
-    analysis = analyse(find_policy(name), settings=params)
-    if not analysis.ok:
-        raise DiagnosticError(analysis.diagnostics)
-    policy = laid_out(analysis.policy, **{key: settings[key] for key in OPTIONS if key in settings})
+    policy = analyse(find_policy(name), settings=params).policy
+    policy = laid_out(policy, **{key: settings[key] for key in OPTIONS if key in settings})
     refuse_required(policy.name, [(one.name, one.default) for one in policy.given], what)
     return policy
 

@@ -105,14 +105,12 @@ def _policies_of(names: Iterable[str]) -> Iterator[str]:
 def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, Path | SourceFile]:
     """Return the checked policy and its source; print warnings, and end the command after errors."""
     from kvdsl.compiler import analyse, find_policy
-    from kvdsl.diagnostics import DiagnosticError
 
     found = find_policy(name)
     analysis = analyse(found, settings=settings)
-    if not analysis.ok:
-        raise DiagnosticError(analysis.diagnostics)
+    policy = analysis.policy
     report(analysis.diagnostics)
-    return analysis.policy, found
+    return policy, found
 
 
 def _compile(name: str, policy: Policy, found: Path | SourceFile, out: Path) -> Compiled:

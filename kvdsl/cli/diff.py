@@ -40,14 +40,14 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
 
     Exit codes: 0 equivalent, 1 different, 2 a policy cannot be read, or has errors.
     """
-    from kvdsl.compiler import find_policy
+    from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
     from kvdsl.explain.difference import difference
     from kvdsl.explain.facts import facts
 
     paths = find_policy(a), find_policy(b)
     try:
-        first, second = (facts(_policy(path, settings)) for path in paths)
+        first, second = (facts(analyse(path, settings=settings).policy) for path in paths)
     except DiagnosticError as failure:  # exit code 1 is for different policies
         report_failure(failure, as_json)
         finish(COULD_NOT_RUN)
@@ -60,22 +60,12 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     finish(FINDINGS if found.changes else CLEAN)
 
 
-def _policy(path: Source, settings: Mapping[str, str]) -> Policy:
-    from kvdsl.compiler import analyse
-    from kvdsl.diagnostics import DiagnosticError
-
-    analysis = analyse(path, settings=settings)
-    if not analysis.ok:
-        raise DiagnosticError(analysis.diagnostics)
-    return analysis.policy
-
-
 def _search(paths: tuple[Source, Source], fixed: Mapping[str, str]) -> Search:
     from kvdsl.compiler import analyse
     from kvdsl.scenarios.witness import Variant, find_witness
 
     def variant(path: Source) -> Variant:
-        names = {param.name for param in _policy(path, fixed).params}
+        names = {param.name for param in analyse(path, settings=fixed).policy.params}
 
         def make(settings: Mapping[str, str]) -> Policy | None:
             analysis = analyse(path, settings={name: value for name, value in settings.items() if name in names})

@@ -6,7 +6,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,8 +18,6 @@ from kvdsl.explain import DTYPES
 
 if TYPE_CHECKING:
     from kvdsl.explain.facts import Facts
-    from kvdsl.ir.nodes import Policy
-    from kvdsl.source import SourceFile
 
 _WIDTH = 100
 
@@ -55,11 +52,13 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
     if re.fullmatch(r"(?i)kv\d{4}", what):
         _explain_code(what.upper(), style)
         return
-    from kvdsl.compiler import find_policy
+    from kvdsl.compiler import analyse, find_policy
     from kvdsl.explain.facts import as_data, facts, laid_out
 
     source = find_policy(what)
-    found = facts(laid_out(_policy(source, settings), **memory), head_dim, dtype, memory.get("kv_dtype", "model"))
+    found = facts(
+        laid_out(analyse(source, settings=settings).policy, **memory), head_dim, dtype, memory.get("kv_dtype", "model")
+    )
     if style == "json":
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
     elif style == "html":
@@ -73,16 +72,6 @@ def command(what: str, settings: dict[str, str], memory: dict[str, str], head_di
 
         told = _in_words(found, text_of(source), terminal_width(_WIDTH))
         click.echo("\n".join(told), color=wants_color(sys.stdout))
-
-
-def _policy(source: Path | SourceFile, settings: dict[str, str]) -> Policy:
-    from kvdsl.compiler import analyse
-    from kvdsl.diagnostics import DiagnosticError
-
-    analysis = analyse(source, settings=settings)
-    if not analysis.ok:
-        raise DiagnosticError(analysis.diagnostics)
-    return analysis.policy
 
 
 def _in_words(found: Facts, text: str, width: int) -> Iterator[str]:

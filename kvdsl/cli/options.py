@@ -19,8 +19,6 @@ from kvdsl.memory import OPTIONS, ROPES, dtypes_of, slots_of_a_block
 from kvdsl.models import place_of
 from kvdsl.precheck import checked_policy
 
-"""The default policy."""
-
 
 def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
     """Add `POLICY` as an argument and as `--policy`, passed to the command as `policy: str` after a check with its settings."""

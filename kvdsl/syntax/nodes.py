@@ -3,68 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 from kvdsl.source import SourceFile, Span
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a file, with its place."""
+
+    span: Span
+
 
 # -- expressions -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Word:
+class Word(Node):
     """A name and its place."""
 
-    span: Span
     text: str
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Node):
     """A number."""
 
-    span: Span
     value: float
 
 
 @dataclass(frozen=True)
-class Name:
+class Name(Node):
     """A name that is read."""
 
-    span: Span
     name: str
 
 
 @dataclass(frozen=True)
-class Unary:
+class Unary(Node):
     """`-x` or `not x`."""
 
-    span: Span
     op: str
     operand: Expr
 
 
 @dataclass(frozen=True)
-class Binary:
+class Binary(Node):
     """An operator between two expressions."""
 
-    span: Span
     op: str
     left: Expr
     right: Expr
 
 
 @dataclass(frozen=True)
-class Member:
+class Member(Node):
     """`j.position` or `j.(dot(k, k))`: a value of the slot j from `over slots as j`."""
 
-    span: Span
     owner: Word
     value: Expr
 
 
 @dataclass(frozen=True)
-class Over:
+class Over(Node):
     """The range of a reduction.
 
     Attributes:
@@ -73,7 +75,6 @@ class Over:
         name: the j of `over slots as j`.
     """
 
-    span: Span
     axis: Word
     last: Expr | None = None
     after: Expr | None = None
@@ -81,7 +82,7 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Argument:
+class Argument(Node):
     """One argument of a call.
 
     Attributes:
@@ -90,7 +91,6 @@ class Argument:
         ranges: the span of `over`, `where` and `by`.
     """
 
-    span: Span
     value: Expr
     keyword: Word | None = None
     over: Over | None = None
@@ -100,19 +100,16 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Node):
     """A function with its arguments."""
 
-    span: Span
     function: Word
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Node):
     """An expression with an error that was already reported."""
-
-    span: Span
 
 
 Expr = Constant | Name | Unary | Binary | Call | Member | Broken
@@ -142,19 +139,17 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(Node):
     """`LO..HI`; either end may be missing."""
 
-    span: Span
     low: Expr | None
     high: Expr | None
 
 
 @dataclass(frozen=True)
-class Param:
+class Param(Node):
     """`param NAME [unit] = EXPR [in LO..HI]`."""
 
-    span: Span
     name: Word
     unit: Word | None
     value: Expr
@@ -164,19 +159,17 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(Node):
     """A function's parameter, possibly with a default."""
 
-    span: Span
     name: Word
     default: Expr | None
 
 
 @dataclass(frozen=True)
-class Let:
+class Let(Node):
     """`let NAME = EXPR`; a function if it has `parameters`."""
 
-    span: Span
     name: Word
     parameters: tuple[Parameter, ...] | None
     value: Expr
@@ -185,10 +178,9 @@ class Let:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Node):
     """`tensor NAME [AXIS, ...] from "FILE"`."""
 
-    span: Span
     name: Word
     axes: tuple[Word, ...]
     file: Word
@@ -197,10 +189,9 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Node):
     """`input NAME [= EXPR]`, in edition 1 `given`; with a `source` `input NAME from spans`."""
 
-    span: Span
     name: Word
     default: Expr | None
     override: bool = False
@@ -213,10 +204,9 @@ Named = Param | Let | Tensor | Given
 
 
 @dataclass(frozen=True)
-class Keep:
+class Keep(Node):
     """`keep first|last|top|where`; scope `nothing` is the bare `override keep`."""
 
-    span: Span
     scope: Literal["first", "last", "top", "where", "nothing"]
     count: Expr | None = None
     by: Expr | None = None
@@ -225,10 +215,9 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Node):
     """A statement that may occur once and holds an expression (`score`, `slack`), a word (`group`), or both (`storage`)."""
 
-    span: Span
     keyword: str
     value: Expr | None = None
     word: Word | None = None
@@ -236,27 +225,24 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Across:
+class Across(Node):
     """`across heads [floor RATIO]` of a `budget`."""
 
-    span: Span
     floor: Expr | None
 
 
 @dataclass(frozen=True)
-class AcrossLayers:
+class AcrossLayers(Node):
     """`across layers [by EXPR] [floor RATIO]` at the end of a `budget`."""
 
-    span: Span
     by: Expr | None
     floor: Expr | None
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Node):
     """`budget EXPR [at most EXPR] [across heads [floor RATIO]] [across layers [by EXPR] [floor RATIO]]`."""
 
-    span: Span
     value: Expr
     most: Expr | None
     across: Across | None
@@ -266,13 +252,12 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Select:
+class Select(Node):
     """`select (top N by EXPR | where COND) [weight EXPR] [in layers A..B | from layers (A, B)]`.
 
     Without a count, `by` is a condition.
     """
 
-    span: Span
     count: Expr | None
     by: Expr
     weight: Expr | None
@@ -283,10 +268,9 @@ class Select:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class Sketch(Node):
     """`sketch top D dims by EXPR every U queries`."""
 
-    span: Span
     count: Expr
     by: Expr
     every: Expr
@@ -295,10 +279,9 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Pages:
+class Pages(Node):
     """`pages N [after N]`."""
 
-    span: Span
     value: Expr
     after: Expr | None
     override: bool = False
@@ -306,10 +289,9 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Layers:
+class Layers(Node):
     """`layers A..B`."""
 
-    span: Span
     range: Range
     override: bool = False
     keyword: ClassVar[str] = "layers"
@@ -358,10 +340,9 @@ def of_kind(nodes: Iterable[object], kind: type[Part]) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Node):
     """Numbers, such as `0.4, nan`; `rest` fills the gap after the first `rest_at` values."""
 
-    span: Span
     values: tuple[float, ...]
     rest: float | None = None
     rest_at: int = 0
@@ -377,31 +358,28 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Places:
+class Places(Node):
     """Positions in the text, `0, 4..9`, as ranges that include both ends; none for `nothing`."""
 
-    span: Span
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Brought:
+class Brought(Node):
     """A token's `attend`, `query`, `key`, `value` or given value, with one tuple per KV head.
 
     Only a `query` has several rows in it, one per query head. `name` is the given value's.
     """
 
-    span: Span
     kind: str
     heads: tuple[tuple[Row, ...], ...]
     name: Word | None = None
 
 
 @dataclass(frozen=True)
-class Incoming:
+class Incoming(Node):
     """A token, `attend ROW` or `token query ROW`, repeated `times` times."""
 
-    span: Span
     brought: tuple[Brought, ...]
     times: int = 1
 
@@ -412,18 +390,16 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Node):
     """`prompt { ... }`: tokens that arrive together."""
 
-    span: Span
     tokens: tuple[Incoming, ...]
 
 
 @dataclass(frozen=True)
-class Use:
+class Use(Node):
     """`use POLICY`; in edition 1 also `at layer N of N`."""
 
-    span: Span
     policy: Word
     layer: Constant | None = None
     layers: Constant | None = None
@@ -431,20 +407,18 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Set:
+class Set(Node):
     """`set PARAM = NUMBER`."""
 
-    span: Span
     name: Word
     value: Constant
     tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
 @dataclass(frozen=True)
-class Expect:
+class Expect(Node):
     """`expect WHAT ...`, per KV head or once for all; `word` is the column of `state` or the text of `error`."""
 
-    span: Span
     what: str
     heads: tuple[Row | Places, ...] = ()
     word: Word | None = None
@@ -452,10 +426,9 @@ class Expect:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Node):
     """`turn`: the end of a turn of the chat."""
 
-    span: Span
     tokens: ClassVar[tuple[Incoming, ...]] = ()
 
 
@@ -463,10 +436,9 @@ Step = Use | Set | Prompt | Incoming | Turn | Expect
 
 
 @dataclass(frozen=True)
-class Test:
+class Test(Node):
     """`test "TITLE" { ... }`; `broken` if steps with syntax errors are missing."""
 
-    span: Span
     title: Word
     steps: tuple[Step, ...]
     broken: bool = False
@@ -490,24 +462,22 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Edition:
+class Edition(Node):
     """`kv 1`."""
 
-    span: Span
     text: str
 
 
 @dataclass(frozen=True)
-class Import:
+class Import(Node):
     """`import roco`, a shipped policy; or `import "other.kv"`, a file."""
 
-    span: Span
     name: Word
     shipped: bool
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Node):
     """A policy.
 
     Attributes:
@@ -515,7 +485,6 @@ class Policy:
         broken: what statements with syntax errors may have defined.
     """
 
-    span: Span
     name: Word
     parent: Word | None
     doc: Word | None
@@ -545,4 +514,4 @@ class Module:
     lets: tuple[Let, ...] = ()
     policies: tuple[Policy, ...] = ()
     tests: tuple[Test, ...] = ()
-    broken: bool = field(default=False)
+    broken: bool = False

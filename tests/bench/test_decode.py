@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -15,6 +14,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl_lab.bench import decode
 from kvdsl_lab.bench.decode import Shape
+from tests.cli.harness import run
 
 SHAPE = Shape(batch=2, kv_heads=2, group=2, head_dim=32, live=48, dtype="fp32")
 KEYS = ("ms", "gbps", "read_gbps", "roofline", "sdpa_ms", "eager_ms", "grouped_ms", "vs_sdpa", "vs_eager", "vs_grouped")
@@ -87,8 +87,7 @@ def test_a_policy_that_does_not_evict_one_token_a_step_is_refused():
 
 def test_command(capsys):
     words = "bench decode --policy h2o --batch 1 --kv-heads 2 --group 2 --head-dim 32 --live 64 --backend torch --repeats 3 --json"
-    assert main(words.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words.split(), code=0).json()
     assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "fp32"
     for key in KEYS:
         assert {key, f"{key}_q1", f"{key}_q3"} <= set(found)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
 from kvdsl_lab.assets import reference_model_path
@@ -20,6 +18,7 @@ from kvdsl_lab.bench.names import NATIVE, RECOMPUTE, STATIC
 from kvdsl_lab.bench.shapes import SHAPES, parse_shape, shaped_model
 from kvdsl_lab.bench.texts import Text
 from kvdsl_lab.eval.caches import Policies
+from tests.cli.harness import run
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +196,7 @@ COMMAND = ("bench", "generate", "--shape", "tiny:2", "--prompt-tokens", "24", "-
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     policies = ("--policies", "transformers,h2o,shift:h2o", "--set", "budget=8")
     words = (*COMMAND, *policies, "--batch", "2", "--share-prompt", "--backend", "torch")
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words, "--json", code=0).json()
     assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "float32"
     keys = {
         "policy",
@@ -213,8 +211,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         "cache_bytes",
     }
     assert all(keys <= set(row) for row in found["rows"]) and found["rows"][1]["budget"] == 8
-    assert main(list(words)) == 0
-    shown = capsys.readouterr().out
+    shown = run(capsys, *words, code=0).out
     assert "tiny:2 in float32" in shown and "shift:h2o" in shown and "of a token's time" in shown
 
 
@@ -233,5 +230,4 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
-    assert main(["bench", "generate", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert told in run(capsys, "bench", "generate", *words, code=2).err

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import torch
 
-from kvdsl.cli import main
 from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.host import WARMUP, bench_host, narrow_model
+from tests.cli.harness import run
 
 
 def test_a_narrow_model_has_the_layers_and_heads_of_its_shape() -> None:
@@ -46,9 +45,7 @@ def test_nanoseconds_become_microseconds_a_layer_and_differences_are_within_a_tu
 
 def test_command(capsys: Any) -> None:
     words = "bench host --shape tiny:2 --policies transformers,full,h2o --budgets 16 --prompt-tokens 16 --new-tokens 3"
-    assert main([*words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words.split(), "--json", code=0).json()
     assert [row["policy"] for row in found["rows"]] == ["transformers", "full", "h2o"]
     assert found["threads"] == 1 and all(row["us"] > 0 for row in found["rows"])
-    assert main(words.split()) == 0
-    assert "beyond" in capsys.readouterr().out
+    assert "beyond" in run(capsys, *words.split(), code=0).out

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 
 import kvdsl
-from kvdsl.cli import main
 from kvdsl_lab.bench import baselines, measure, prefill
 from kvdsl_lab.bench.prefill import Shape
+from tests.cli.harness import run
 
 SHAPE = Shape(batch=1, kv_heads=2, group=2, head_dim=16, length=96, dtype="fp32")
 
@@ -60,8 +59,6 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "bench prefill --policy roco --length 64 --kv-heads 1 --group 2 --head-dim 16 --repeats 1 --warmup 0 --backend torch"
     )
-    assert main([*words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words.split(), "--json", code=0).json()
     assert {"ms", "sdpa_ms", "ratio", "peak_bytes", "sdpa_peak_bytes", "eager_ms"} <= set(found)
-    assert main(words.split()) == 0
-    assert "the time of SDPA" in capsys.readouterr().out
+    assert "the time of SDPA" in run(capsys, *words.split(), code=0).out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl_lab.bench import baselines, update
 from kvdsl_lab.bench.baselines import Shifting
 from kvdsl_lab.bench.update import Shape
+from tests.cli.harness import run
 
 SHAPE = Shape(batch=2, heads=3, head_dim=16, live=40, evict=7, dtype="fp32")
 LARGE = Shape(batch=1, heads=48, head_dim=64, live=400, evict=7, dtype="fp32")
@@ -115,13 +114,11 @@ def test_figures_follow_from_the_rounds() -> None:
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = "--live 32 --evict 4 --repeats 3 --backend torch --json"
-    assert main(f"bench update --policy h2o --batch 1 --heads 2 --head-dim 16 {sizes}".split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *f"bench update --policy h2o --batch 1 --heads 2 --head-dim 16 {sizes}".split(), code=0).json()
     assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "fp32"
     assert {"ms", "shift_ms", "speedup"} <= set(found)
     monkeypatch.setattr(update, "EQUIP_SHAPES", ((1, 2, 8), (2, 1, 16)))
-    assert main(f"bench update --policy streaming_llm --equip {sizes}".split()) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = run(capsys, *f"bench update --policy streaming_llm --equip {sizes}".split(), code=0).json()["rows"]
     assert [(row["batch"], row["heads"], row["head_dim"]) for row in rows] == [(1, 2, 8), (2, 1, 16)]
 
 

@@ -25,11 +25,12 @@ class Result:
         return content
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Result:
-    """The exit code and the output of `kvdsl ARGUMENTS`. No failure may ever show a traceback."""
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int | None = None) -> Result:
+    """The exit code, which is `code` if one is given, and the output of `kvdsl ARGUMENTS`. No failure may ever show a traceback."""
     capsys.readouterr()
-    code = main(arguments)
+    found = main(arguments)
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
     assert "internal error" not in err, err
-    return Result(code, out, err)
+    assert code in (None, found), err
+    return Result(found, out, err)

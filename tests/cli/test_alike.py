@@ -53,9 +53,8 @@ def test_every_command_has_json() -> None:
     ],
 )
 def test_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, text: str, shown: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, text: str, shown: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     result = run(capsys, *words.split())
     assert result.code == 0 and shown in result.out, result
@@ -67,8 +66,7 @@ def test_no_library_call_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -
         find_policy("-")
 
 
-def test_folders(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_folders(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine/deep").mkdir(parents=True)
     Path("mine/one.kv").write_text(MINE)
     Path("mine/one_test.kv").write_text(TESTS)
@@ -91,8 +89,7 @@ def test_the_clone_has_no_errors(capsys: pytest.CaptureFixture[str], monkeypatch
     assert run(capsys, "check", "editors", "policies", "benchmarks").code == 0
 
 
-def test_json_of_what_writes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_json_of_what_writes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "new", "mine", "--json").json()["files"] == ["mine.kv", "mine_test.kv"]
     assert run(capsys, "new", "mine", "--json").json()["error"]["message"].startswith("`mine.kv` already exists")
     Path("mine.kv").write_text(MINE.replace("  param", "     param"))
@@ -102,10 +99,7 @@ def test_json_of_what_writes(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert Path("mine.kv").read_text() == MINE
 
 
-def test_a_file_without_tests_says_how_to_begin(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_without_tests_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.kv").write_text(MINE)
     said = run(capsys, "test", "mine.kv")
     assert said.code == 2 and 'write them in `mine_test.kv` next to it, which begins with `import "mine.kv"`' in said.err

@@ -24,8 +24,7 @@ WARNED = GOOD.replace('  "Mine."\n', "")
 
 
 @pytest.fixture(autouse=True)
-def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files() -> None:
     for name, text in {
         "good.kv": GOOD,
         "bad.kv": BAD,
@@ -44,16 +43,14 @@ def test_says_that_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_points_at_the_place_and_says_how_to_mend_it(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "check", "bad.kv")
-    assert result.code == 1
+    result = run(capsys, "check", "bad.kv", code=1)
     assert "bad.kv:" in result.err
     assert "^" in result.err
     assert "help:" in result.err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "check", "bad.kv", "good.kv", "--format", "json")
-    assert result.code == 1
+    result = run(capsys, "check", "bad.kv", "good.kv", "--format", "json", code=1)
     assert result.json()["format_version"] == FORMAT_VERSION
     found = result.json()["diagnostics"]
     assert found
@@ -68,8 +65,7 @@ def test_json_without_findings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_github(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "check", "bad.kv", "--format", "github")
-    assert result.code == 1
+    result = run(capsys, "check", "bad.kv", "--format", "github", code=1)
     annotations = [
         re.fullmatch(r"::error file=bad.kv,line=(\d+),col=(\d+),.*title=(KV\d{4})::(.+)", line)
         for line in result.out.splitlines()
@@ -79,8 +75,7 @@ def test_github(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_warnings_are_no_findings_unless_denied(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "check", "warned.kv")
-    assert result.code == 0
+    result = run(capsys, "check", "warned.kv", code=0)
     assert "warning[" in result.err
     assert run(capsys, "check", "warned.kv", "--deny-warnings").code == 1
 
@@ -88,16 +83,14 @@ def test_warnings_are_no_findings_unless_denied(capsys: pytest.CaptureFixture[st
 def test_without_files_checks_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.kv").unlink()
     Path("warned.kv").unlink()
-    result = run(capsys, "check")
-    assert result.code == 0
+    result = run(capsys, "check", code=0)
     assert "2 files" in result.out
     assert run(capsys, "check", "inner").out == "1 file checked: no problems\n"
 
 
 def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BAD.encode())))
-    result = run(capsys, "check", "-", "--format", "json")
-    assert result.code == 1
+    result = run(capsys, "check", "-", "--format", "json", code=1)
     assert {one["file"] for one in json.loads(result.out)["diagnostics"]} == {"-"}
 
 

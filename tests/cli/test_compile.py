@@ -16,15 +16,9 @@ from tests.cli.harness import run
 PYTHON = ["__init__.py", "cache.py", "kernels_torch.py"]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("stem", [path.stem for path in shipped_policies()])
 def test_compiles_every_shipped_policy(capsys: pytest.CaptureFixture[str], stem: str) -> None:
-    result = run(capsys, "compile", stem)
-    assert result.code == 0
+    result = run(capsys, "compile", stem, code=0)
     assert "error" not in result.err
     for name in PYTHON:
         ast.parse(Path("generated", stem, name).read_text())
@@ -38,8 +32,7 @@ def test_leaves_alone_what_would_not_change(capsys: pytest.CaptureFixture[str]) 
     file = Path("generated/roco/cache.py")
     os.utime(file, ns=(1, 1))
     Path("generated/__init__.py").write_text("# mine\n")
-    result = run(capsys, "compile", "roco")
-    assert result.code == 0
+    result = run(capsys, "compile", "roco", code=0)
     assert "written" not in result.out
     assert file.stat().st_mtime_ns == 1
     assert Path("generated/__init__.py").read_text() == "# mine\n"
@@ -51,8 +44,7 @@ def test_check_shows_the_difference_and_writes_nothing(capsys: pytest.CaptureFix
     file = Path("generated/roco/cache.py")
     edited = file.read_text().replace("class RoCoCache", "class Edited")
     file.write_text(edited)
-    result = run(capsys, "compile", "roco", "--check")
-    assert result.code == 1
+    result = run(capsys, "compile", "roco", "--check", code=1)
     assert "-class Edited" in result.out
     assert "+class RoCoCache" in result.out
     assert "kvdsl compile roco" in result.err
@@ -71,8 +63,7 @@ def test_check_says_the_command_that_mends_it(capsys: pytest.CaptureFixture[str]
 
 
 def test_check_reports_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "compile", "h2o", "--check")
-    assert result.code == 1
+    result = run(capsys, "compile", "h2o", "--check", code=1)
     assert "generated/h2o/cache.py" in result.out
     assert not Path("generated").exists()
 
@@ -121,15 +112,13 @@ def test_errors_are_one_json_object(
 
 def test_two_files_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
     Path("roco.kv").write_text('kv 1\n\npolicy Mine {\n  "Mine."\n}\n')
-    result = run(capsys, "compile", "roco", "roco.kv")
-    assert result.code == 2
+    result = run(capsys, "compile", "roco", "roco.kv", code=2)
     assert "`roco`" in result.err
 
 
 @pytest.mark.parametrize("stage", ["syntax", "ir", "plan", "code"])
 def test_emit_prints_a_stage_and_writes_nothing(capsys: pytest.CaptureFixture[str], stage: str) -> None:
-    result = run(capsys, "compile", "roco", "--emit", stage)
-    assert result.code == 0
+    result = run(capsys, "compile", "roco", "--emit", stage, code=0)
     assert "RoCo" in result.out
     assert not Path("generated").exists()
 
@@ -155,8 +144,7 @@ def test_the_ir_can_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_error_in_one_file_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.kv").write_text('kv 1\n\npolicy Bad {\n  "Mine."\n  param budget = 64\n  score attn\n}\n')
-    result = run(capsys, "compile", "roco", "bad.kv")
-    assert result.code == 1
+    result = run(capsys, "compile", "roco", "bad.kv", code=1)
     assert "KV0301" in result.err
     assert not Path("generated").exists()
 
@@ -206,8 +194,7 @@ def test_files_that_kvdsl_did_not_make_are_left_alone(capsys: pytest.CaptureFixt
     Path("src/calm").mkdir(parents=True)
     Path("src/calm/cache.py").write_text("mine = 1\n")
     Path("calm.kv").write_text(MINE.replace("RoCo", "Calm"))
-    result = run(capsys, "compile", "calm.kv", "--out", "src")
-    assert result.code == 2
+    result = run(capsys, "compile", "calm.kv", "--out", "src", code=2)
     assert "`src/calm` was not made by kvdsl" in result.err
     assert [path.name for path in Path("src").rglob("*.py")] == ["cache.py"]
     Path("src/calm/cache.py").unlink()

@@ -20,8 +20,7 @@ MINE = (
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files() -> None:
     Path("mine.kv").write_text(MINE)
     Path("broken.kv").write_text("kv 1\npolicy {")
     Path("notes.txt").write_text("")

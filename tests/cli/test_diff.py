@@ -15,11 +15,6 @@ from tests.cli.harness import run
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def write(name: str, *statements: str) -> str:
     body = "".join(f"  {statement}\n" for statement in statements)
     Path(name).write_text(f'kv 1\n\npolicy {Path(name).stem.capitalize()} {{\n  "{name}"\n{body}}}\n')
@@ -56,8 +51,7 @@ def test_how_slots_lie_in_memory_keeps_the_same_tokens(capsys: Capture) -> None:
 def test_what_is_said(capsys: Capture) -> None:
     a = write("one.kv", "param budget = 64", "score sum(attn)")
     b = write("two.kv", "param budget = 64", "score mean(attn) * norm1(v)")
-    result = run(capsys, "diff", a, b)
-    assert result.code == 1
+    result = run(capsys, "diff", a, b, code=1)
     for line in ("  - score sum(attn)", "  + score mean(attn) * sum(abs(v) over dims)", "  + value vectors"):
         assert f"{line}\n" in result.out
     found, _ = diff(capsys, a, b)

@@ -39,8 +39,7 @@ USAGE = [
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files() -> None:
     Path("folder").mkdir()
     Path("file").write_text("")
 
@@ -49,15 +48,13 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "arguments", [["test", "-k", "nosuch", "roco"], ["explain", "KV9999"], ["check", "folder"]], ids=" ".join
 )
 def test_whatever_is_wrong_is_one_object_of_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    result = run(capsys, *arguments, "--json")
-    assert result.code == 2
+    result = run(capsys, *arguments, "--json", code=2)
     assert json.loads(result.out)["error"]
 
 
 def test_a_log_of_nothing_is_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     """Of which a workflow's next step makes something."""
-    result = run(capsys, "check", "folder", "--format", "sarif")
-    assert result.code == 2
+    result = run(capsys, "check", "folder", "--format", "sarif", code=2)
     (one,) = json.loads(result.out)["runs"]
     assert one["results"] == [] and not one["invocations"][0]["executionSuccessful"]
 
@@ -73,8 +70,7 @@ def test_a_setting_that_is_called_as_an_argument_is_none_that_a_policy_has() -> 
     ("arguments", "says"), USAGE, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
 def test_what_cannot_run(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    result = run(capsys, *arguments)
-    assert result.code == 2
+    result = run(capsys, *arguments, code=2)
     assert result.out == ""
     assert says in result.err
     assert result.err.startswith("error: ")
@@ -101,8 +97,7 @@ def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.C
     Path(path).write_text(POLICY.format("keep where sum(attn * median(position over slots)) > age"))
     served = {one["name"]: one["ok"] for one in run(capsys, "explain", path, "--json").json()["backends"]}
     assert not served["cpu"]
-    result = run(capsys, "build", path, "--target", "cpu")
-    assert result.code == 2
+    result = run(capsys, "build", path, "--target", "cpu", code=2)
     assert "there are no C++ kernels for `median over slots` (line" in result.err
     assert "to have them, write `mean`" in result.err and "2.5×" in result.err
 
@@ -110,14 +105,12 @@ def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.C
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     os.symlink("/proc/self/mem", "mine.kv")  # opens, but its first bytes cannot be read, not even by root
-    result = run(capsys, "check", "mine.kv")
-    assert result.code == 2
+    result = run(capsys, "check", "mine.kv", code=2)
     assert "cannot" in result.err
 
 
 def test_an_output_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "compile", "roco", "--out", "file/below")
-    assert result.code == 2
+    result = run(capsys, "compile", "roco", "--out", "file/below", code=2)
     assert "file/below" in result.err
     assert len(result.err.splitlines()) <= 2
 

@@ -18,8 +18,7 @@ BROKEN = "kv 1\n\npolicy Bad {\n  score (\n}\n"
 
 
 @pytest.fixture(autouse=True)
-def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files() -> None:
     Path("inner").mkdir()
     for name, text in {"good.kv": GOOD, "loose.kv": LOOSE, "inner/loose_test.kv": LOOSE}.items():
         Path(name).write_bytes(text.encode())
@@ -44,16 +43,14 @@ def test_writes_what_changes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_lists_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "fmt", "--check", "good.kv", "loose.kv")
-    assert result.code == 1
+    result = run(capsys, "fmt", "--check", "good.kv", "loose.kv", code=1)
     assert result.out.splitlines()[0] == "would change loose.kv"
     assert Path("loose.kv").read_bytes() == LOOSE.encode()
     assert run(capsys, "fmt", "--check", "good.kv").code == 0
 
 
 def test_diff_shows_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "fmt", "--diff", "good.kv", "loose.kv")
-    assert result.code == 1
+    result = run(capsys, "fmt", "--diff", "good.kv", "loose.kv", code=1)
     assert "--- loose.kv" in result.out
     assert "+  score mean(attn)\n" in result.out
     assert "good.kv" not in result.out
@@ -75,8 +72,7 @@ def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 def test_files_with_syntax_errors_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.kv").write_text(BROKEN)
-    result = run(capsys, "fmt", "broken.kv", "loose.kv")
-    assert result.code == 2
+    result = run(capsys, "fmt", "broken.kv", "loose.kv", code=2)
     assert "broken.kv:4" in result.err
     assert Path("broken.kv").read_text() == BROKEN
     assert Path("loose.kv").read_text() == GOOD
@@ -105,8 +101,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(
         raise OSError(28, "No space left on device", "loose.kv")
 
     monkeypatch.setattr(os, "replace", full)
-    result = run(capsys, "fmt", "loose.kv")
-    assert result.code == 2
+    result = run(capsys, "fmt", "loose.kv", code=2)
     assert "No space left" in result.err
     assert Path("loose.kv").read_bytes() == LOOSE.encode()
     assert sorted(path.name for path in Path().iterdir()) == ["good.kv", "inner", "loose.kv"]

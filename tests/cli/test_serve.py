@@ -15,6 +15,7 @@ from kvdsl.cli.serve import command
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.settings import parsed
 from kvdsl_lab.assets import reference_model_path
+from tests.cli.harness import run
 
 MODEL = str(reference_model_path())
 
@@ -131,14 +132,10 @@ def test_what_one_layer_alone_makes_impossible_is_refused(
 def test_without_vllm_and_with_another_release(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for found, said in ((None, "vLLM is not installed here"), ("0.29.1", "this is 0.29.1")):
         monkeypatch.setattr("kvdsl.integrations.vllm.launch.installed", lambda found=found: found)
-        assert main(["serve", MODEL, "--policy", "h2o", "--set", "budget=64"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in run(capsys, "serve", MODEL, "--policy", "h2o", "--set", "budget=64", code=2).err
 
 
-def test_a_name_that_is_a_folder_too(
-    vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_name_that_is_a_folder_too(vllm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "smollm2").mkdir()
     assert main(["serve", "smollm2", "--policy", "h2o"]) != 0
     assert "`smollm2` is a folder here and the name of a model" in capsys.readouterr().err

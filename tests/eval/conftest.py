@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,18 @@ def tokenizer() -> Any:
 @pytest.fixture
 def model(tokenizer: Any) -> Any:
     return model_of(tokenizer, layers=2)
+
+
+@pytest.fixture
+def tiny(model: Any, tokenizer: Any, tmp_path: Path) -> str:
+    """A folder with both."""
+    return saved(model, tokenizer, tmp_path / "model")
+
+
+def saved(model: Any, tokenizer: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def model_of(tokenizer: Any, layers: int, positions: int = 256) -> Any:

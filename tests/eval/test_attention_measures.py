@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import windows
 from kvdsl.runtime.backend import AttentionCall
 from kvdsl_lab.eval import consistency, persistence
 from kvdsl_lab.eval.recording import Recording, record
+from tests.cli.harness import run
 
-from .conftest import model_of
+from .conftest import model_of, saved
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 10
 
@@ -168,25 +167,19 @@ def test_claims_about_persistence() -> None:
 
 @pytest.fixture
 def folder(shallow: Any, tokenizer: Any, tmp_path: Any) -> str:
-    shallow.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return str(tmp_path)
+    return saved(shallow, tokenizer, tmp_path)
 
 
 def test_commands(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", "consistency", "--model", folder, "--length", "16", "--stretches", "2", "--backend", "torch"]
-    assert main([*words, "--scores", "mas,aas", "--budgets", "0.5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words, "--scores", "mas,aas", "--budgets", "0.5", "--json", code=0).json()
     assert all({"score", "budget", "jaccard"} <= set(row) for row in found["rows"])
     assert [row["score"] for row in found["rows"]] == ["mas", "aas"] and found["findings"]["mas above aas"]["budgets"] == 1
-    assert main([*words, "--scores", "ltas", "--budgets", "0.5"]) == 0
-    assert "ltas" in capsys.readouterr().out
+    assert "ltas" in run(capsys, *words, "--scores", "ltas", "--budgets", "0.5", code=0).out
     words[1] = "persistence"
-    assert main([*words, "--life", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words, "--life", "8", "--json", code=0).json()
     assert {"layer", "head", "peak", "brief", "falling", "left", "curve"} <= set(found["rows"][0])
-    assert main([*words, "--life", "8"]) == 0
-    assert "peak within 50 queries" in capsys.readouterr().out
+    assert "peak within 50 queries" in run(capsys, *words, "--life", "8", code=0).out
 
 
 @pytest.mark.parametrize(
@@ -195,6 +188,5 @@ def test_commands(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
      ("persistence --life 600", "a life of 600"), ("consistency --budgets a", "`a` is no budget")],
 )  # fmt: skip
 def test_mistakes(words: str, message: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", *words.split(), "--model", folder, "--length", "16"]) == 2
-    shown = capsys.readouterr()
+    shown = run(capsys, "eval", *words.split(), "--model", folder, "--length", "16", code=2)
     assert message in shown.err and not shown.out

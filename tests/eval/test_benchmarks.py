@@ -358,11 +358,9 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(evaluate, [str(word) for word in words])
 
 
-def test_longbench_command(data: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_longbench_command(data: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    words = ["longbench", "--data", data, "--policies", "full,roco", "--budgets", "8", "--model", tmp_path / "model",
+    words = ["longbench", "--data", data, "--policies", "full,roco", "--budgets", "8", "--model", tiny,
              "--backend", "torch", "--out", out]  # fmt: skip
     real = run.Asking.answer
     known = iter(["date", "location", "Rome", "the city of Oslo", "?"])
@@ -399,11 +397,9 @@ def test_longbench_command(data: Path, model: Any, tokenizer: Any, tmp_path: Pat
     assert done.exit_code != 0 and "no chat template" in done.output
 
 
-def test_ruler_command(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_ruler_command(tiny: str, tmp_path: Path) -> None:
     write(tmp_path / "data" / "vt" / "test.jsonl", {"index": 3, "input": "VAR A = 1", "outputs": [""], "length": 40})
-    words = ["ruler", "--data", tmp_path / "data", "--policy", "h2o", "--budgets", "8", "--model", tmp_path / "model"]
+    words = ["ruler", "--data", tmp_path / "data", "--policy", "h2o", "--budgets", "8", "--model", tiny]
     done = invoke(*words, "--backend", "torch", "--out", tmp_path / "out", "--split", "test", "--limit", "1", "--json")
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)["rows"][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from kvdsl_lab.calibrate.request import wanted
 from kvdsl_lab.calibrate.run import calibrate, read_twice, steps
 from kvdsl_lab.calibrate.statistics import statistics
 from kvdsl_lab.eval.recording import Recording, record
+from tests.cli.harness import run
 
 SINKS, RECENT = 2, 5
 CHANNELS = 3
@@ -37,13 +37,6 @@ policy Mine {{
 @pytest.fixture
 def ids(model) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (3, 32), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def tiny(model, tokenizer, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
 
 
 def recordings(model, ids: Tensor) -> list[list[Recording]]:
@@ -215,11 +208,9 @@ def test_what_is_written_is_what_the_policy_reads(
     )
     (tmp_path / "mine.kv").write_text(POLICY.format(lines))
     command = ["calibrate", str(tmp_path / "mine.kv"), "--model", tiny, "--tokens", "128", "--length", "64"]
-    assert main(command) == 2
-    assert "a streaming head would attend to 16 + 64 tokens" in capsys.readouterr().err
+    assert "a streaming head would attend to 16 + 64 tokens" in run(capsys, *command, code=2).err
     command += ["--sinks", "2", "--recent", "8"]
-    assert main([*command, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run(capsys, *command, "--json", code=0).json()
     assert result["tokens"] == 128
     assert [one["tensors"][0]["statistic"] for one in result["files"]] == ["q-filters", "streaming-heads"]
     with safe_open(tmp_path / "made" / "f.safetensors", "pt") as file:
@@ -231,24 +222,20 @@ def test_what_is_written_is_what_the_policy_reads(
     assert torch.equal(cache.layers[1].state.constants[0], values[:, :, 1].T)
     assert int((cache.positions(1) >= 0).sum(-1).max()) == 24
 
-    assert main(command) == 2
-    assert "is there already: give --force to write it anew" in capsys.readouterr().err
-    assert main([*command, "--force", "--tensor", "filter=query-mean"]) == 0
-    assert "`filter`, the mean query" in capsys.readouterr().out
+    assert "is there already: give --force to write it anew" in run(capsys, *command, code=2).err
+    assert "`filter`, the mean query" in run(capsys, *command, "--force", "--tensor", "filter=query-mean", code=0).out
     assert main([*command, "-o", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "made" / "duo.safetensors").exists()
 
 
 def test_the_file_of_a_shipped_policy_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "duo_attention", "--force"]) == 2
-    told = capsys.readouterr().err
+    told = run(capsys, "calibrate", "duo_attention", "--force", code=2).err
     assert "comes with kvdsl, for the policy's own tests: write `policy Mine = DuoAttention with tensor" in told
     assert 'tensor retrieval [layers, heads] from "mine.safetensors"' in told
 
 
 def test_a_malformed_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "h2o", "--tensor", "filter"]) == 2
-    assert "`filter` is not of the form NAME=STATISTIC" in capsys.readouterr().err
+    assert "`filter` is not of the form NAME=STATISTIC" in run(capsys, "calibrate", "h2o", "--tensor", "filter", code=2).err
 
 
 # -- before rotation ---------------------------------------------------------------------------------------------------

@@ -16,18 +16,12 @@ from kvdsl.generation.report import Generated, size
 from kvdsl.generation.text import page, read_text
 from kvdsl_lab import demo
 from kvdsl_lab.cli.eval import command as evaluate
+from tests.cli.harness import run
+from tests.eval.conftest import saved
 
 
 def run_json(capsys, *words: str) -> dict:
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.fixture
-def tiny(model, tokenizer, tmp_path):
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return str(tmp_path)
+    return run(capsys, *words, "--json", code=0).json()
 
 
 def test_run(capsys, tiny):
@@ -61,8 +55,8 @@ def test_run_prints_a_text_as_it_is(capsys, tiny, monkeypatch):
     text = "x :key: y a:on:b [red] \t " + 40 * "a long line "
     found = Generated(text, (1, 2, 3, 4), 2, 5.0, (10.0, 10.0, 100.0), 8, 8)
     monkeypatch.setattr("kvdsl.generation.generate.generate", lambda *_: found)
-    assert main(["run", "--model", tiny, "--prompt", "Hello", "--backend", "torch", "--set", "budget=9"]) == 0
-    shown, cost = capsys.readouterr().out.splitlines()
+    words = ("run", "--model", tiny, "--prompt", "Hello", "--backend", "torch", "--set", "budget=9")
+    shown, cost = run(capsys, *words, code=0).out.splitlines()
     assert shown == text
     assert "first after 5 ms, then 25 tokens a second" in cost, "3 in 120 ms, whatever the median is"
 
@@ -82,8 +76,7 @@ def test_bad_prompts_and_models(capsys, tiny, tmp_path):
         (["--model", "~nobody_of_this_name/x", "--prompt", "a"], "there is no model folder ~nobody_of_this_name/x"),
         (["--model", str(broken(tiny, tmp_path)), "--prompt", "a"], "cannot load the model"),
     ):
-        assert main(["run", *words]) == 2
-        err = capsys.readouterr().err
+        err = run(capsys, "run", *words, code=2).err
         assert said in err and "internal error" not in err
 
 
@@ -109,14 +102,11 @@ def test_run_for_people(capsys, tiny):
         "--set",
         "budget=9",
     ]
-    assert main(words) == 0
-    assert "tokens a second" in capsys.readouterr().out
-    assert main([*words, "--compare"]) == 0
-    shown = capsys.readouterr().out
+    assert "tokens a second" in run(capsys, *words, code=0).out
+    shown = run(capsys, *words, "--compare", code=0).out
     assert "first tokens in common" in shown and "room for" in shown
     words[-1] = "budget=4"
-    assert main([*words, "--compare"]) == 0
-    shown = capsys.readouterr().out
+    shown = run(capsys, *words, "--compare", code=0).out
     assert "%)" in shown and "room for" not in shown
 
 
@@ -124,8 +114,8 @@ def test_a_policy_without_kernels_is_told_in_a_line(capsys, tiny, tmp_path):
     file = tmp_path / "middling.kv"
     score = "sum(attn * median(position over slots))"
     file.write_text(f'kv 1\n\npolicy Middling {{\n  "Mine."\n  param budget = 4\n  score {score}\n}}\n')
-    assert main(["run", str(file), "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3"]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "torch backend" in line]
+    words = ("run", str(file), "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3")
+    lines = [line for line in run(capsys, *words, code=0).err.splitlines() if "torch backend" in line]
     assert lines == [line for line in lines if line.startswith("warning: `middling` runs on the torch backend: ")]
     assert len(lines) == 1 and f"(line 6: `score {score}`)" in lines[0] and "write `mean`" in lines[0]
 
@@ -133,19 +123,14 @@ def test_a_policy_without_kernels_is_told_in_a_line(capsys, tiny, tmp_path):
 def test_a_text_that_is_shorter_than_the_budget(capsys, tiny):
     """What is held and what there is room for, and no share of the full cache that is a hundred times as large."""
     words = ["run", "--model", tiny, "--prompt", "Hello there", "--max-new-tokens", "3", "--backend", "torch"]
-    assert main([*words, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = run(capsys, *words, "--json", code=0).json()
     assert data["evicted"] is False and data["cache_bytes"] > 10 * data["full_cache_bytes"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
+    shown = run(capsys, *words, code=0).out
     assert f"cache {size(data['full_cache_bytes'])} held, room for {size(data['cache_bytes'])}; nothing was evicted" in shown
-    assert main([*words, "--compare"]) == 0
-    shown = capsys.readouterr().out
+    shown = run(capsys, *words, "--compare", code=0).out
     assert "RoCo: nothing was evicted" in shown and "%)" not in shown
-    assert main([*words, "--json", "--policy", "full"]) == 0
-    assert json.loads(capsys.readouterr().out)["evicted"] is None
-    assert main([*words, "--json", "--set", "budget=3"]) == 0
-    assert json.loads(capsys.readouterr().out)["evicted"] is True
+    assert run(capsys, *words, "--json", "--policy", "full", code=0).json()["evicted"] is None
+    assert run(capsys, *words, "--json", "--set", "budget=3", code=0).json()["evicted"] is True
 
 
 @pytest.mark.parametrize(
@@ -257,9 +242,7 @@ def chatting(tmp_path):
     """The reference model with a chat template, as a folder."""
     model, tokenizer = load_model(None)
     tokenizer.chat_template = CHAT
-    model.save_pretrained(tmp_path / "chatting")
-    tokenizer.save_pretrained(tmp_path / "chatting")
-    return str(tmp_path / "chatting")
+    return saved(model, tokenizer, tmp_path / "chatting")
 
 
 def counted(length: int) -> dict:
@@ -328,5 +311,5 @@ def test_what_the_demo_counts_is_there():
 
 
 def test_budgets_are_given_once(capsys):
-    assert main(["eval", "ppl", "--policies", "h2o", "--set", "budget=32"]) == 2
-    assert "give budgets with --budgets, not with --set" in capsys.readouterr().err
+    told = run(capsys, "eval", "ppl", "--policies", "h2o", "--set", "budget=32", code=2).err
+    assert "give budgets with --budgets, not with --set" in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import windows
 from kvdsl.runtime.backend import AttentionCall
@@ -18,8 +16,9 @@ from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import sketch
 from kvdsl_lab.eval.recording import Recording
 from kvdsl_lab.eval.sketch import PAGE, Setting
+from tests.cli.harness import run
 
-from .conftest import model_of
+from .conftest import model_of, saved
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 
@@ -158,17 +157,11 @@ def test_claims_need_rows_that_differ_in_one_thing() -> None:
 
 
 def test_command(deep: Any, tokenizer: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    deep.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    words = (
-        f"eval sketch --model {tmp_path} --selectors abs_q,token_wise,quest --dims 2,8 --tokens 16 --intervals 4 --length 40"
-    )
-    words += " --prompt-tokens 20 --stretches 1 --queries 5 --backend torch"
-    assert main([*words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = f"eval sketch --model {saved(deep, tokenizer, tmp_path)} --selectors abs_q,token_wise,quest --dims 2,8"
+    words += " --tokens 16 --intervals 4 --length 40 --prompt-tokens 20 --stretches 1 --queries 5 --backend torch"
+    found = run(capsys, *words.split(), "--json", code=0).json()
     keys = ("selector", "dims", "tokens", "interval", "mask_diff", "construction_error", "ppl")
     assert all(set(keys) == set(row) for row in found["rows"])
     assert [row["selector"] for row in found["rows"]] == ["abs_q", "abs_q", "token_wise", "token_wise", "quest"]
     assert found["rows"][1]["mask_diff"] == 0 and found["rows"][4]["construction_error"] is None
-    assert main([*words.replace("2,8", "9").split()]) == 2
-    assert "9 dims is asked for, but keys have 8" in capsys.readouterr().err
+    assert "9 dims is asked for, but keys have 8" in run(capsys, *words.replace("2,8", "9").split(), code=2).err

@@ -19,6 +19,7 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import trace as tracing
+from tests.cli.harness import run
 
 PROMPT = "Once upon a time, in a house by the sea, "
 
@@ -50,13 +51,6 @@ class Page(HTMLParser):
         return json.loads(self.parts["data"])
 
 
-@pytest.fixture
-def folder(model: Any, tokenizer: Any, tmp_path: Path) -> str:
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
 def held(cache: Any, layer: int, head: int) -> set[int]:
     return {position for position in cache.positions(layer)[0, head].tolist() if position >= 0}
 
@@ -64,10 +58,10 @@ def held(cache: Any, layer: int, head: int) -> set[int]:
 @pytest.mark.parametrize("policy", ["roco", "adakv", "tova"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_the_page_says_what_positions_said_step_by_step(
-    policy: str, chunk: int | None, folder: str, model: Any, tokenizer: Any, tmp_path: Path
+    policy: str, chunk: int | None, tiny: str, model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
-    words = ["trace", "--policy", policy, "--set", "budget=9", "--model", folder, "--prompt", PROMPT * 3, "--out", str(out)]
+    words = ["trace", "--policy", policy, "--set", "budget=9", "--model", tiny, "--prompt", PROMPT * 3, "--out", str(out)]
     words += ["--max-new-tokens", "8", "--backend", "torch"] + ([] if chunk is None else ["--chunk", str(chunk)])
     if policy == "adakv":
         words[4] = "budget=36"  # of which 32 are the window
@@ -116,9 +110,9 @@ def reader(data: Any) -> Any:
     return lambda *where: found[where]
 
 
-def test_who_leaves_had_the_lowest_score_of_those_that_may(folder: str, tmp_path: Path) -> None:
+def test_who_leaves_had_the_lowest_score_of_those_that_may(tiny: str, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    words = ["trace", "--policy", "h2o", "--set", "budget=9", "--model", folder, "--prompt", PROMPT * 2, "--out", str(out)]
+    words = ["trace", "--policy", "h2o", "--set", "budget=9", "--model", tiny, "--prompt", PROMPT * 2, "--out", str(out)]
     assert main([*words, "--max-new-tokens", "8"]) == 0
     data = Page(out.read_text(encoding="utf-8")).data
     assert data["expression"] == "sum(attn)" and set(data["values"]) == {"score", "protected", "sum_attn"}
@@ -136,9 +130,9 @@ def test_who_leaves_had_the_lowest_score_of_those_that_may(folder: str, tmp_path
     assert left == 4 * (data["seen"][-1] - 9)
 
 
-def test_the_page_needs_no_network_and_escapes_the_text(folder: str, tmp_path: Path) -> None:
+def test_the_page_needs_no_network_and_escapes_the_text(tiny: str, tmp_path: Path) -> None:
     out, nasty = tmp_path / "page.html", "</script><script>alert(1)</script> & <b>bold</b> <!-- x"
-    words = ["trace", "--policy", "h2o", "--set", "budget=8", "--model", folder, "--prompt", nasty, "--out", str(out)]
+    words = ["trace", "--policy", "h2o", "--set", "budget=8", "--model", tiny, "--prompt", nasty, "--out", str(out)]
     assert main([*words, "--max-new-tokens", "3", "--backend", "torch"]) == 0
     text = out.read_text(encoding="utf-8")
     page = Page(text)
@@ -156,7 +150,7 @@ def test_characters_of_several_tokens_are_shown_once(tokenizer: Any) -> None:
     assert broken == ["\ufffd"], "the half of a character that the text ends with"
 
 
-def test_json_and_mistakes(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_mistakes(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     words = [
         "trace",
@@ -165,14 +159,13 @@ def test_json_and_mistakes(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
         "--set",
         "budget=8",
         "--model",
-        folder,
+        tiny,
         "--backend",
         "torch",
         "--max-new-tokens",
         "4",
     ]
-    assert main([*words, "--prompt", PROMPT, "--out", str(out), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run(capsys, *words, "--prompt", PROMPT, "--out", str(out), "--json", code=0).json()
     assert found["steps"] == 4 and found["out"] == str(out) and found["format_version"] == "1.0"
     tokens = found["prompt_tokens"] + 3
     assert found["evicted"] == 4 * (tokens - 8)
@@ -180,8 +173,7 @@ def test_json_and_mistakes(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
         (["--prompt", PROMPT, "--out", str(tmp_path / "no" / "page.html")], "there is no folder"),
         (["--prompt", " "], "the text is empty"), (["--prompt", PROMPT * 30], "use fewer"),
     ):  # fmt: skip
-        assert main([*words, *wrong]) == 2
-        assert message in capsys.readouterr().err
+        assert message in run(capsys, *words, *wrong, code=2).err
 
 
 # -- the script ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 
 from kvdsl.compiler import analyse
 from kvdsl.explain.facts import facts
-from kvdsl.scenarios.run import run_scenario
 from kvdsl.shipped import found_policies
 from kvdsl.source import SourceFile
 from kvdsl_lab.search.space import at_budget, key, seed_of
@@ -55,17 +54,6 @@ def test_is_as_good_as_a_finalist_and_says_what_was_found(path: Path) -> None:
     best = min(one["error"] for one in FOUND["seeds"])
     told = re.findall(r"\b(\d\.\d{4})\b", analysis.policy.doc)
     assert told == [f"{error:.4f}", f"{best:.4f}"]
-
-
-@pytest.mark.parametrize("path", found_policies(), ids=lambda path: path.stem)
-def test_its_own_tests_pass(path: Path) -> None:
-    analysis = analyse(path.with_name(f"{path.stem}_test.kv"))
-    assert not analysis.diagnostics
-    assert len(analysis.scenarios) >= 2
-    for scenario in analysis.scenarios:
-        assert scenario.policy is not None and scenario.policy.name == analyse(path).policy.name
-        outcome = run_scenario(scenario)
-        assert outcome.passed, (scenario.title, [failure.message for failure in outcome.failures])
 
 
 @pytest.mark.parametrize("path", found_policies(), ids=lambda path: path.stem)

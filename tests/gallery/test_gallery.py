@@ -10,7 +10,6 @@ import pytest
 import kvdsl
 from kvdsl.compiler import analyse, find_policy
 from kvdsl.provenance import provenance
-from kvdsl.scenarios.run import run_scenario
 from kvdsl.shipped import all_policies, found_policies, gallery_policies, shipped_policies, stems_by_name
 from tests.cli.harness import run
 from tests.gallery.formulas import IN_BLOCKS, METHODS, TOGETHER
@@ -44,19 +43,6 @@ def test_is_clean_short_and_says_where_it_comes_from(path: Path) -> None:
     assert summary.startswith("Approximately") != found.exact
     assert found.how is None or f"({found.how}): " in summary, "the first sentence says how it differs"
     assert analysis.policy.doc.split("\n\n")[0].endswith(".")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("path", gallery_policies(), ids=lambda path: path.stem)
-def test_its_own_tests_pass(path: Path) -> None:
-    analysis = analyse(path.with_name(f"{path.stem}_test.kv"))
-    assert not analysis.diagnostics
-    assert len(analysis.scenarios) >= 2
-    name = analyse(path).policy.name
-    for scenario in analysis.scenarios:
-        assert scenario.policy is not None and scenario.policy.name == name
-        outcome = run_scenario(scenario)
-        assert outcome.passed, (scenario.title, [failure.message for failure in outcome.failures])
 
 
 def test_was_checked_as_it_says() -> None:

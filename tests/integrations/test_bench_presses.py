@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is")
 
-from kvdsl.cli import main
 from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.shapes import shaped_model
 from kvdsl_lab.bench.shares import watching
+from tests.cli.harness import run
 
 pytestmark = pytest.mark.nightly
 
@@ -36,12 +34,12 @@ def test_a_press_leaves_the_budget_of_the_prompt(budget: float, left: int) -> No
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "generate", "--shape", "tiny:2", "--prompt-tokens", "40", "--new-tokens", "3", "--repeats", "1"]
-    assert main([*words, "--policies", "transformers,kvpress:SnapKVPress,h2o", "--budgets", "16", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = run(
+        capsys, *words, "--policies", "transformers,kvpress:SnapKVPress,h2o", "--budgets", "16", "--json", code=0
+    ).json()["rows"]
     assert [row["policy"] for row in rows] == ["transformers", "kvpress:SnapKVPress", "h2o"]
     assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
-    assert main([*words, "--policies", "kvpress:SnapPress"]) == 2
-    assert "kvpress has no press `SnapPress`" in capsys.readouterr().err
+    assert "kvpress has no press `SnapPress`" in run(capsys, *words, "--policies", "kvpress:SnapPress", code=2).err
 
 
 def test_shares_are_of_the_model_that_a_press_has_left() -> None:

@@ -37,8 +37,7 @@ def policy(*lines: str, head: str = "def mine(p, budget=8):") -> str:
 def found(capsys: pytest.CaptureFixture[str], text: str, name: str = "mine.py:mine") -> dict[str, object]:
     """The only diagnostic of a Python file's policy."""
     Path("mine.py").write_text(text, encoding="utf-8")
-    result = run(capsys, "check", name, "--format", "json")
-    assert result.code == 1
+    result = run(capsys, "check", name, "--format", "json", code=1)
     (one,) = result.json()["diagnostics"]
     return one
 

@@ -9,6 +9,8 @@ import pytest
 from kvdsl.compiler import analyse, find_policy, shipped_policies
 from kvdsl.diagnostics import DiagnosticError
 from kvdsl.scenarios.run import run_scenario
+from kvdsl.shipped import all_policies, found_policies
+from tests.quick import few
 
 TESTS = sorted(shipped_policies()[0].parent.glob("*_test.kv"))
 
@@ -17,12 +19,12 @@ def test_every_policy_has_tests() -> None:
     assert {path.stem.removesuffix("_test") for path in TESTS} == {path.stem for path in shipped_policies()}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", few(all_policies(), *shipped_policies(), *found_policies()), ids=lambda path: path.stem)
 def test_they_pass(path: Path) -> None:
-    analysis = analyse(path)
+    analysis = analyse(path.with_name(f"{path.stem}_test.kv"))
     assert not analysis.diagnostics
     assert len(analysis.scenarios) >= 2
-    policy = analyse(path.with_name(path.name.replace("_test", ""))).policy
+    policy = analyse(path).policy
     for scenario in analysis.scenarios:
         assert scenario.policy is None or scenario.policy.name == policy.name
         outcome = run_scenario(scenario)

@@ -139,8 +139,7 @@ def test_fewer_bits_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], po
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "build", "full", "--target", "cuda:90, hip:gfx942, cpu")
-    assert result.code == 0
+    result = run(capsys, "build", "full", "--target", "cuda:90, hip:gfx942, cpu", code=0)
     lines = [line.split() for line in result.out.splitlines()]
     assert [line[:3] for line in lines[1:]] == [
         ["full", "attend", "cuda:90"],
@@ -161,16 +160,14 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-    result = run(capsys, "build", *words)
-    assert result.code == 2
+    result = run(capsys, "build", *words, code=2)
     assert message in result.err and "Traceback" not in result.err
 
 
 def test_a_policy_without_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "p.kv"
     file.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nvictims shared by layers\n}\n')
-    result = run(capsys, "build", str(file), "--target", "cuda:90")
-    assert result.code == 2
+    result = run(capsys, "build", str(file), "--target", "cuda:90", code=2)
     assert "no Triton kernels" in result.err and "Traceback" not in result.err
 
 

@@ -9,23 +9,13 @@ import pytest
 import torch
 
 from tests.differential import test_keeps
-from tests.differential.cases import Case, Tally, compare
-from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, draws_seed, load, random_case
+from tests.differential.cases import Case, compare
+from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, draws_seed, load, random_case, run
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.quick import few, thinned
 from tests.texts import policy_of, spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
-
-
-def run(cases: list[Case]) -> Tally:
-    total = Tally()
-    for case in cases:
-        one = compare(*load(case.policy), "triton", case)
-        total.steps += one.steps
-        total.near += one.near
-        total.failures += [f"{case}: {failure}" for failure in one.failures[:3]]
-    return total
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -40,8 +30,8 @@ OTHER_KERNELS = ("scissorhands", "snapkv", "adakv", "lazy_streaming", "scissorha
 @pytest.mark.parametrize("policy", few(("roco", "equip_h2o", "sparcas", *OTHER_KERNELS), "roco", "equip_h2o", "sparcas"))
 def test_random_traces(policy: str) -> None:
     cases = [random_case(policy, 100)]
-    random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
-    failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
+    random_inputs = run("triton", [case for case in cases if case.inputs in RANDOM_INPUTS])
+    failures = random_inputs.failures + run("triton", [case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
     assert not failures, f"KVDSL_TEST_SEED={draws_seed()}\n" + "\n".join(failures)
     assert random_inputs.near <= max(1, NEAR_SHARE * random_inputs.steps)
 
@@ -93,7 +83,7 @@ CORNERS = {
     few(CORNERS, "tails and splits", "padding", "NaN", "ties", "several tokens", "one slot, compact"),
 )
 def test_corners(corner: str) -> None:
-    total = run([CORNERS[corner]])
+    total = run("triton", [CORNERS[corner]])
     assert total.steps > 0
     assert not total.failures
 

@@ -96,7 +96,6 @@ class Step:
     evictions: Evictions
 
     def left(self) -> Left:
-        """See `Counted`."""
         if not self.generated:
             return Left([], *torch.zeros(2, 0, dtype=torch.int64))
         first = self.generated[0]  # has every request with tokens behind its prompt

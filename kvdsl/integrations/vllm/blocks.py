@@ -74,7 +74,6 @@ class AnswerSpec(FullAttentionSpec):  # type: ignore[misc]
         return cdiv(min(prompt, tokens), self.block_size) + (self.behind if tokens >= prompt else 0)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """See vLLM's."""
         return int(super().max_num_blocks_per_req(vllm_config, max_len)) + self.behind
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -115,11 +114,9 @@ class AnswerManager(FullAttentionManager):  # type: ignore[misc]
         return int(self.kv_cache_spec.blocks(self._prompts.get(request_id, tokens), tokens)) * int(self.block_size)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **more: Any) -> int:
-        """See vLLM's."""
         return int(super().get_num_blocks_to_allocate(request_id, self._as_many(request_id, num_tokens), *args, **more))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
-        """See vLLM's."""
         found: list[Any] = super().allocate_new_blocks(
             request_id, self._as_many(request_id, num_tokens), num_tokens_main_model
         )

@@ -78,11 +78,9 @@ class InBlocks:
             self._together.know(prompt.page, state, call, self._longest)
 
     def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
-        """See `Caches`."""
         self._page.lend(state, blocks[prompt.page])
 
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
-        """See `Caches`."""
         self._page.fill(blocks, pages, [self.states[page] for page in pages.tolist()], left)
 
     def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
@@ -112,11 +110,9 @@ class InBlocks:
                 self._logs[number].note(self.states[number])
 
     def take_back(self, page: int, tokens: int) -> None:
-        """See `Caches`."""
         self._logs[page].take_back(self.states[page], tokens)
 
     def held(self, page: int) -> tuple[int, Tensor]:
-        """See `Caches`."""
         state = self.states[page]
         return int(state.seen[0]), state.position[0]
 
@@ -156,11 +152,9 @@ class InRows:
         """Not possible: a row has no tensors of its own."""
 
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
-        """See `Caches`."""
         self._rows.put(pages.to(blocks.device), left)
 
     def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
-        """See `Caches`."""
         rows = decoded.rows.to(output.device)
         call = self._call(*(x[rows].unsqueeze(1) for x in vectors))
         output[rows] = self._rows.decode(decoded.pages.to(output.device, torch.int32), call)[:, 0]
@@ -176,6 +170,5 @@ class InRows:
         raise NotImplementedError
 
     def held(self, page: int) -> tuple[int, Tensor]:
-        """See `Caches`."""
         assert self._state is not None
         return int(self._state.seen[page]), self._state.position[page]

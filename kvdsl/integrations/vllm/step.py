@@ -157,7 +157,6 @@ class Step:
         return (prompt for batch in self.batches for prompt in batch.prompts)
 
     def left(self) -> Left:
-        """See `Counted`."""
         begun = [prompt.page for prompt in self.prompts() if prompt.begins]
         ended = {prompt.page for prompt in self.prompts() if prompt.ends}
         pages = torch.tensor(list(ended.union(*(decoded.pages.tolist() for decoded in self.decoded))), dtype=torch.int64)

@@ -392,7 +392,6 @@ class _Moved(_Layer):
             )
 
     def shift(self, victim: int | Tensor, key: Tensor, value: Tensor) -> None:
-        """See `_Layer.shift`."""
         rows = None if isinstance(victim, int) else self._rows(victim)
         for name, new in (("keys", key), ("values", value)):
             old: Tensor = getattr(self, name)
@@ -420,7 +419,6 @@ class _Moved(_Layer):
         return source.add_(head * places).view(-1)
 
     def turned(self, rotary: Rotary) -> Tensor:
-        """See `_Layer.turned`."""
         made = self.room.of("turned", self.keys)
         cos, sin = rotary.tables(self.keys)
         keys, to = self.keys.flatten(0, 1), made.flatten(0, 1)
@@ -457,7 +455,6 @@ class _Fresh(_Layer):
     """As published."""
 
     def shift(self, victim: int | Tensor, key: Tensor, value: Tensor) -> None:
-        """See `_Layer.shift`."""
         new = key, value
         if isinstance(victim, int):
             self.keys, self.values = baselines.shift_in_fresh_memory(self.keys, self.values, victim, new)
@@ -468,11 +465,9 @@ class _Fresh(_Layer):
         self.sums, self.ring = _padded(sums, ring, 1)
 
     def turned(self, rotary: Rotary) -> Tensor:
-        """See `_Layer.turned`."""
         return rotary(self.keys, 0)
 
     def attention(self, query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `_Layer.attention`."""
         group = query.shape[1] // keys.shape[1]
         wide = baselines.repeat_kv(keys, group), baselines.repeat_kv(self.values, group)
         weights = torch.matmul(query, wide[0].transpose(2, 3)) * scaling

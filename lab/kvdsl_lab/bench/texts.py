@@ -54,14 +54,12 @@ class Recomputed(Text):
     seen: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def read(self, ids: Tensor) -> float:
-        """See `Text.read`."""
         if not self.seen.numel():
             self.window = tokens_of(self.window, ids.shape[1])
         self.seen = torch.cat([self.seen, ids], 1) if self.seen.numel() else ids
         return super().read(self.seen[:, -int(self.window) :])
 
     def share(self, rows: int) -> None:
-        """See `Text.share`."""
         super().share(rows)
         self.seen = self.seen.expand(rows, -1)
 
@@ -77,7 +75,6 @@ class Pressed(Text):
     press: Callable[[int], Callable[[Any], AbstractContextManager[Any]]] | None = None
 
     def read(self, ids: Tensor) -> float:
-        """See `Text.read`."""
         if self.press is None:
             return super().read(ids)
         with self.press(ids.shape[1])(self.model):

@@ -39,7 +39,6 @@ class _Noting(TorchBackend):
         self.found: dict[int, _Attended] = {}
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `TorchBackend.prefill`."""
         out = super().prefill(state, call)
         self.found[state.layer] = _Attended(call, out)
         return out

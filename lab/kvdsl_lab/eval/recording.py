@@ -84,7 +84,6 @@ class _Recorder(TorchBackend):
         self.found: dict[int, Recording] = {}
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `TorchBackend.prefill`."""
         query, key, value = (x.float() for x in (call.query, call.key, call.value))
         self.found[state.layer] = Recording(call._replace(query=query, key=key, value=value))
         return super().prefill(state, call)

@@ -38,7 +38,6 @@ class Chat:
     rows = 1
 
     def check(self, lab: Lab, task: str, items: int) -> None:
-        """See `Kind.check`."""
         lab.place(task, items - 1, lab.length)
 
     def prepare(self, lab: Lab, task: str, number: int) -> list[Tensor]:
@@ -62,7 +61,6 @@ class Chat:
         return make_cache()
 
     def finish(self, lab: Lab, item: Sequence[Tensor], started: Sequence[Any]) -> list[Outcome]:
-        """See the class."""
         caches = [full_cache(lab.model), *started]
         turns = torch.stack([self._turn(lab, caches, said) for said in item])
         found: list[Values] = [{"kl": turns[:, index].tolist()} for index in range(1, len(caches))]

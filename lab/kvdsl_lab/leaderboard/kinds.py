@@ -325,7 +325,6 @@ class Loss:
     measures = ("loss",)
 
     def check(self, lab: Lab, task: str, items: int) -> None:
-        """See `Kind.check`."""
         lab.stretch(task, items * self.rows - 1, lab.length)
 
     def prepare(self, lab: Lab, task: str, number: int) -> Tensor:
@@ -338,7 +337,6 @@ class Loss:
         return make_cache()
 
     def finish(self, lab: Lab, item: Tensor, started: Sequence[Any]) -> list[Outcome]:
-        """See the class."""
         losses = losses_of_each(lab.model, item, started, 1)
         parts = [[float(part.double().mean()) for row in own for part in torch.split(row, self.part)] for own in losses]
         return [outcome(lab, cache, {"loss": own}, len(item)) for cache, own in zip(started, parts, strict=True)]
@@ -358,7 +356,6 @@ class Nearness:
     rows = 1
 
     def check(self, lab: Lab, task: str, items: int) -> None:
-        """See `Kind.check`."""
         check_installed()
         lab.stretch(task, items - 1, lab.length // 2)
 
@@ -373,7 +370,6 @@ class Nearness:
         return forced, copy.deepcopy(forced)
 
     def finish(self, lab: Lab, item: Reading, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
-        """See the class."""
         pairs = [self.start(lab, item, lambda: full_cache(lab.model)), *started]
         in_use = [bytes_in_use(forced) for forced, _ in started]
         divergences, own, written = followed(lab.model, pairs, item.logits, self.new_tokens)

@@ -33,7 +33,6 @@ class Reasoning:
     measures = ("accuracy", "answer_tokens", "cut_off")
 
     def check(self, lab: Lab, task: str, items: int) -> None:
-        """See `Kind.check`."""
         there = len(lab.asking.problems.get(task, ()))
         if not there:
             raise KvdslError(f"`{task}` asks problems out of a file: give one with --data")

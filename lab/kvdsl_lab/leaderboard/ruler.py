@@ -36,7 +36,6 @@ class Material:
     count: Callable[[str], int]
 
     def fitted(self, make: Callable[[int], str]) -> str:
-        """See `haystacks.fitted`."""
         return haystacks.fitted(make, self.tokens, self.count)
 
 

@@ -84,7 +84,6 @@ class Found:
 
     @property
     def error(self) -> float:
-        """See `geometric_mean`."""
         return geometric_mean(self.errors)
 
     @property

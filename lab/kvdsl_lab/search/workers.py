@@ -42,7 +42,6 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
-        """See `Judge.errors`."""
         found: list[list[float]] = [[] for _ in policies]
         with _all_there():
             asked = [self._pool.submit(_errors, list(policies[first :: self._count]), rung) for first in range(self._count)]
