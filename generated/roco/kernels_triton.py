@@ -29,6 +29,7 @@ KERNELS = ("settle", "at_once", "observe", "settle_prompt")
 CONSTANTS = {
     "SPREADS": True,
     "LOGITS": True,
+    "SLIDES": False,
     "OBSERVES": True,
     "MERGES": True,
     "LAZY": True,

@@ -27,6 +27,7 @@ KERNELS = ("look", "choose", "settle")
 CONSTANTS = {
     "SPREADS": False,
     "LOGITS": False,
+    "SLIDES": False,
     "OBSERVES": False,
     "MERGES": False,
     "LAZY": False,

@@ -27,6 +27,7 @@ KERNELS = ("settle", "at_once", "settle_prompt")
 CONSTANTS = {
     "SPREADS": True,
     "LOGITS": False,
+    "SLIDES": True,
     "OBSERVES": False,
     "MERGES": False,
     "LAZY": True,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from kvdsl.ir.nodes import Column, ColumnRef, Expr
+from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input
 from kvdsl.ir.visitors import mapped, reads
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, fragment, names_of, spelled, texts, uses_of, whole
 from kvdsl.lower.step import START, Eviction, Protection, Step, for_target
@@ -112,6 +112,7 @@ class TritonPlan:
             SPREADS: several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
             LAZY: the programs store scores only where no single victim is known. MERGES: one loop folds the query into the columns and
             ranks.
+            SLIDES: tokens leave in the order of the text, so that only those which `keep first` protects turn.
         hooks: the policy's functions.
     """
 
@@ -153,9 +154,14 @@ def triton_plan(step: Step) -> TritonPlan:
     spreads = bool(loops) and len(observe) <= 1 and len(loops) - len(observe) <= 1
     lazy = spreads and settle is not None and not settle.agrees and not any(one.columns for one in step.rank)
     merged = _merged(step, observe[0], settle.score[0]) if lazy and settle is not None and observe else None
+    logits = bool({"attn", "logit"} & {*names_of(uses, "input")})
     constants = {
         "SPREADS": spreads,
-        "LOGITS": bool({"attn", "logit"} & {*names_of(uses, "input")}),
+        "LOGITS": logits,
+        "SLIDES": step.compact
+        and not (logits or step.protect.overprotects)
+        and step.evict is not None
+        and step.evict.score == Input(name="position"),
         "OBSERVES": bool(observe),
         "MERGES": merged is not None,
         "LAZY": lazy,

@@ -425,8 +425,8 @@ FAULTS = [
     _fault(
         "Triton",
         "kvdsl/runtime/gpu/attend.py",
-        "            v = tl.where(visible[:, None], v, 0.0)",
-        "            v = v",
+        "                v = tl.where(mine[:, None], v, 0.0)",
+        "                v = v",
         "tests/triton/test_policies.py",
         "tests/triton/test_steps.py",
         "tests/triton/test_prompt.py",

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from kvdsl.runtime.angles import DIGITS, digits
+from kvdsl.runtime.backend import AttentionCall
 from kvdsl.runtime.gpu import rotate
+from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.test_compact import (
@@ -51,6 +53,43 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 def test_every_rotation(rope: str, dim: int, group: int, dtype: torch.dtype) -> None:
     given = Random(group, dim, dtype, ROPES[rope](dim))
     compare(HEAVY, given, budget=20, prompt=45, steps=2, fused="triton")
+
+
+class Windowed(Random):
+    """Queries that see few tokens."""
+
+    def call(self, tokens: int, real: torch.Tensor | None = None) -> AttentionCall:
+        return super().call(tokens, real)._replace(window=30)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(
+    ("rope", "sinks", "dtype", "make"),
+    few(
+        [
+            ("half", 5, torch.float16, Random),
+            ("interleaved", 40, torch.bfloat16, Random),
+            ("partial", 21, torch.bfloat16, Windowed),
+            ("none", 5, torch.float16, Random),
+        ],
+        ("interleaved", 40, torch.bfloat16, Random),
+    ),
+    ids=str,
+)
+def test_where_few_turn(
+    rope: str, sinks: int, dtype: torch.dtype, make: type[Random], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those alone are rotated, in blocks of their own, of another size, in one split or two; a free slot among the others holds NaN."""
+    monkeypatch.setattr(Sizes, "attend_block", block)
+    given = make(2, 32, dtype, ROPES[rope](32))
+    body = STREAMING.replace("first 5", f"first {sinks}").replace("= 8", "= 60")
+    state = compare(body, given, budget=sinks + 12, prompt=90, steps=2, fused="triton")
+    free = state.position < 0
+    assert free.any() and (~free & (state.position != state.rank)).any()
+    state.layout.value_pool[free] = torch.nan
+    spec, call, other = state.spec, given.call(1), copied(state)
+    outs = [backend(spec, name, dtype).decode(s, call) for name, s in (("torch", state), ("triton", other))]
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=OUT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("body", few([STREAMING, STAGED, CAPPED], STAGED), ids=["streaming", "staged", "capped"])

@@ -147,6 +147,18 @@ def test_the_report(capsys: pytest.CaptureFixture[str], target: str, terabytes: 
     assert 512 <= loop["read_us"] * 1e6 * terabytes / slots <= 768
 
 
+def test_the_loop_over_most_slots_waits_for_no_angles(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where few keys turn: a warp waits once per iteration for memory, as where none does, and few more instructions are issued."""
+    turns, plain = (
+        next(row for row in run(capsys, "build", policy, "--target", "cuda:90", "--report", "--json").json()["rows"])
+        for policy in ("streaming_llm", "full")
+    )
+    ours, theirs = (row["taken"]["loops"][0] for row in (turns, plain))
+    assert turns["kernel"] == plain["kernel"] == "attend" and turns["spills"] == 0
+    assert ours["trips"] == theirs["trips"] == 1 and ours["per_slot"] < 1.1 * theirs["per_slot"]
+    assert turns["taken"]["programs"] == plain["taken"]["programs"]
+
+
 def test_the_report_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     told = run(capsys, "build", "full", "--target", "cuda:90", "--report").out

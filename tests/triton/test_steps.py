@@ -81,7 +81,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 @pytest.mark.parametrize(
     ("policy", "share", "launches"),
     [
-        ("full", 0.07, 2), ("h2o", 0.145, 2), ("tova", 0.145, 2), ("roco", 0.185, 2), ("streaming_llm", 0.105, 2),
+        ("full", 0.07, 2), ("h2o", 0.145, 2), ("tova", 0.145, 2), ("roco", 0.185, 2), ("streaming_llm", 0.1, 2),
         ("h2o", 0.08, 1), ("roco", 0.12, 1),
     ],
 )  # fmt: skip
@@ -89,7 +89,8 @@ def test_keys_and_values_are_read_once(
     policy: str, share: float, launches: int, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One launch or two; of keys and values every byte once, and besides them little: a slot has 512 bytes of both. Scores are stored only
-    where `keep top` asks for them. Where positions are compact, some keys turn. One launch stores no logits.
+    where `keep top` asks for them. Where positions are compact, the four first keys turn, and they alone are read twice. One launch stores
+    no logits.
     """
     if launches == 1:
         let_programs_wait(monkeypatch)
@@ -111,7 +112,9 @@ def test_keys_and_values_are_read_once(
     assert bool(traffic.stores["logits"]) == (launches == 2 and spec.reads_attention)
     row = SHAPE.head_dim * 2
     free = SHAPE.batch * SHAPE.kv_heads  # which a head may have one of among those that are taken, and which is read, too
-    assert cached * row <= traffic.loads["key_pool"] == traffic.loads["value_pool"] <= (cached + free) * row
+    turned = 4 * free if spec.compact else 0
+    read = traffic.loads["key_pool"]
+    assert (cached + turned) * row <= read == traffic.loads["value_pool"] <= (cached + turned + free) * row
     assert traffic.stores["key_pool"] == traffic.stores["value_pool"] == SHAPE.batch * SHAPE.kv_heads * row  # the new token
     whole = 2 * cached * row
     rest = sum(traffic.loads.values()) + sum(traffic.stores.values()) - whole

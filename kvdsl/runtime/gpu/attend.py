@@ -6,11 +6,12 @@ Legend:
     S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes rounded up to powers of two.
 
 Every program reads its keys and values once. The new token has no slot yet, so split 0 attends to it as well; it loads that key and
-value first, which hides their latency. The next launch (`settle`, generated per policy) places the token and combines the splits.
+value first, which hides their latency. The next launch, `settle`, places the token and combines the splits.
 
 If the query attends to a selection (see `kvdsl.runtime.gpu.select`), the programs share the chosen slots and read them in place.
 
-Under compact positions (TURNS) the kernel rotates keys as it reads them, in pairs of dims; see `kvdsl.runtime.gpu.rotate`.
+Under compact positions (TURNS) the kernel rotates keys as it reads them, in pairs of dims; see `kvdsl.runtime.gpu.rotate`. With FEW only a
+few turn, and a second phase attends to them.
 
 With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.layout`.
 
@@ -27,6 +28,9 @@ import triton
 import triton.language as tl
 
 from kvdsl.runtime.gpu import layout, ops, packed, rotate
+
+TURNED = tl.constexpr(16)
+"""Slots per block of the phase that attends to few."""
 
 
 @triton.jit
@@ -79,6 +83,7 @@ def attend(
     SELECTS: tl.constexpr,
     DENSE: tl.constexpr,  # whether slots are contiguous and few are free or outside the window
     TURNS: tl.constexpr,
+    FEW: tl.constexpr,  # whether only a few turn
     PAIRS: tl.constexpr,  # rotated pairs of dims, from dim OFFSET on
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,  # dims that are not rotated; 0: none
@@ -119,12 +124,7 @@ def attend(
         mixed_q = packed.plain(q, D, D_PAD, K_AS)  # by 1 / block: mixed_q · mixed key = q · plain key
         meets_plain = tl.min(tl.min((tl.abs(mixed_q) <= packed.LARGEST).to(tl.int32), 1), 0) == 0
     if TURNS:
-        if K_AS == "model":
-            q_first, q_second, q_other = rotate.parts(
-                query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
-            )
         evicted = now - tl.load(length + own_pair)  # among the tokens before the new one
-
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
     attends = (tl.load(joins + pair) if SELECTS else tl.full([], 1, tl.int32)) != 0
@@ -140,72 +140,77 @@ def attend(
         kept = tl.zeros([KEPT, KEEPS, BLOCK], tl.int32)
     reach = tl.load(found + pair) if SELECTS else ops.reach(slots, now)
     first, end = ops.share(reach, split, sharing, BLOCK)
-    for start in range(first, end, BLOCK):
-        i = start + lane
-        inside = i < reach
-        if SELECTS:
-            i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
-            pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
-            visible = inside
-        else:
-            pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
-            visible = (pos >= 0) & (now - pos < window)
-            gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
-            live += (pos >= 0).to(tl.int32)
-        # DENSE reads the few invisible slots too: then loads do not depend on positions, and the compiler prefetches them.
-        there = inside if DENSE else visible
-        at = layout.rows(i, there, table, SIZE)
-        if TURNS:
-            by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=there, other=0), visible, evicted)
-        if TURNS and K_AS == "model":
-            k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
-            score = rotate.scores(
-                q_first,
-                q_second,
-                q_other,
-                k_first,
-                k_second,
-                k_other,
-                by,
-                angles,
-                PAIRS,
-                P_PAD,
-                R_PAD,
-                INTERLEAVED,
-                DOT,
+    LAST: tl.constexpr = 1 if TURNS and FEW else 0
+    if LAST > 0:
+        turned = tl.full([BLOCK], -1, tl.int32)
+    for phase in tl.static_range(1 + LAST):
+        if phase == 1:
+            lane = tl.arange(0, TURNED)
+            end = tl.max(turned, 0) + 1
+        if TURNS and phase == LAST and K_AS == "model":
+            q_first, q_second, q_other = rotate.parts(
+                query, pair * G + g, g < tl.where(first < end, G, 0), D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED
             )
-        else:
-            k = packed.load(keys, at, there, D, D_PAD, K_AS)
-            meets = q
-            if K_AS == "int4":
-                needs_plain = meets_plain
-                if TURNS:
-                    needs_plain |= tl.max(by, 0) > 0
-                if needs_plain:
-                    k = packed.plain(k, D, D_PAD, K_AS)
-                else:
-                    meets = mixed_q
+        for start in range(first, end, BLOCK if phase == 0 else TURNED):
+            i = start + lane
+            inside = i < reach
+            if SELECTS:
+                i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
+                pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
+                visible = inside
+            else:
+                pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
+                visible = (pos >= 0) & (now - pos < window)
+                if phase == 0:
+                    gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
+                    live += (pos >= 0).to(tl.int32)
+            mine = visible
             if TURNS:
-                k = rotate.nearer(k, by, angles, D_PAD, PAIRS, OFFSET, INTERLEAVED)
-            score = tl.dot(meets.to(DOT), tl.trans(k.to(DOT)), input_precision=PRECISION)
-        logit = _capped(score * scaling, softcap)
-        if BIASED:  # the new token's own distance is 0
-            behind = now - pos
-            if RANKED:
-                behind = tl.load(length + own_pair) - tl.load(rank + own_pair * slots + i, mask=there, other=0)
-            logit -= slope[:, None] * behind[None, :].to(tl.float32)
-        logit = tl.where(visible[None, :], logit, float("-inf"))
-        if LOGITS and KEEPS > 0:
-            own = ops.first_rows(logit, KEPT).to(tl.int32, bitcast=True)
-            kept = tl.where((tl.arange(0, KEEPS) == (start - first) // BLOCK)[None, :, None], own[:, None, :], kept)
-        elif LOGITS:
-            place = (pair * G + g[:, None]) * slots + i[None, :]
-            tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
-        best, weight, acc, p = _fold(best, weight, acc, logit)
-        v = packed.load(values, at, there, E, E_PAD, V_AS)
-        if DENSE:  # invisible slots may hold NaN or inf, and 0 * NaN is NaN
-            v = tl.where(visible[:, None], v, 0.0)
-        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
+                by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=inside, other=0), visible, evicted)
+                if LAST > 0:
+                    mine = visible & ((by == 0) if phase == 0 else (by > 0))
+                    if phase == 0:
+                        turned = tl.where(by > 0, start + lane, turned)
+            # DENSE reads the few other slots too: then loads do not depend on positions, and the compiler prefetches them.
+            there = inside if DENSE and phase == 0 else mine
+            at = layout.rows(i, there, table, SIZE)
+            if TURNS and phase == LAST and K_AS == "model":
+                k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+                score = rotate.scores(
+                    q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, INTERLEAVED, DOT,
+                )  # fmt: skip
+            else:
+                k = packed.load(keys, at, there, D, D_PAD, K_AS)
+                meets = q
+                if K_AS == "int4":
+                    needs_plain = meets_plain
+                    if TURNS:
+                        needs_plain |= tl.max(by, 0) > 0
+                    if needs_plain:
+                        k = packed.plain(k, D, D_PAD, K_AS)
+                    else:
+                        meets = mixed_q
+                if TURNS and phase == LAST:
+                    k = rotate.nearer(k, by, angles, D_PAD, PAIRS, OFFSET, INTERLEAVED)
+                score = tl.dot(meets.to(DOT), tl.trans(k.to(DOT)), input_precision=PRECISION)
+            logit = _capped(score * scaling, softcap)
+            if BIASED:  # the new token's own distance is 0
+                behind = now - pos
+                if RANKED:
+                    behind = tl.load(length + own_pair) - tl.load(rank + own_pair * slots + i, mask=there, other=0)
+                logit -= slope[:, None] * behind[None, :].to(tl.float32)
+            logit = tl.where(mine[None, :], logit, float("-inf"))
+            if LOGITS and KEEPS > 0:
+                own = ops.first_rows(logit, KEPT).to(tl.int32, bitcast=True)
+                kept = tl.where((tl.arange(0, KEEPS) == (start - first) // BLOCK)[None, :, None], own[:, None, :], kept)
+            elif LOGITS:
+                place = (pair * G + g[:, None]) * slots + i[None, :]
+                tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
+            best, weight, acc, p = _fold(best, weight, acc, logit)
+            v = packed.load(values, at, there, E, E_PAD, V_AS)
+            if DENSE and phase == 0:  # the other slots may hold NaN or inf, and 0 * NaN is NaN
+                v = tl.where(mine[:, None], v, 0.0)
+            acc += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION)
 
     if split == 0:  # the new token
         now_key = packed.plain_vector(packed.rounded(now_key, D, D_PAD, K_AS), D, D_PAD, K_AS)

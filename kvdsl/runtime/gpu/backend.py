@@ -232,15 +232,16 @@ class TritonBackend:
             chosen = sizes.choose(work.splits, work.choosers, pages=chooses_pages(self.kernels))
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         plain = isinstance(layout, SlotAfterSlot)
-        dense = {"DENSE": state.even and plain and call.window is None and sizes.reads_ahead(rope)}
+        few = sizes.turns_few(self.kernels.CONSTANTS["SLIDES"], state.format.packed)
+        dense = {"DENSE": state.even and plain and call.window is None and sizes.reads_ahead(None if few else rope)}
         programs = work.splits, heads, batch
         processors = _processors_at_once(state.position.device)
         alike = plain and not state.format.packed and hasattr(self.kernels, "at_once")
         if alike and sizes.fits_at_once(state.slots, heads * batch, processors):
-            options, together = sizes.at_once_options(work.splits), sizes.at_once(work.splits, rope)
+            options, together = sizes.at_once_options(work.splits), sizes.at_once(work.splits, rope, few=few)
             yield Launch(self.kernels.at_once, programs, arguments | dense | together, options)
             return
-        attends = arguments | dense | sizes.attend(rope, packed=state.format.packed)
+        attends = arguments | dense | sizes.attend(rope, few=few, packed=state.format.packed)
         yield Launch(attend, programs, attends, sizes.attend_options)
         if in_blocks is not None:
             yield Launch(take, (1,), arguments | sizes.take(work.splits) | {"blocks": in_blocks.blocks}, TAKE_OPTIONS)

@@ -44,23 +44,10 @@ from kvdsl.runtime.rope import Rope
 DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32, 4)}
 """Model dtypes: Triton's dtype, and bytes per element."""
 
-SPLITS = 32
-"""Splits per KV head that ahead-of-time compilation assumes."""
+SPLITS, PIECES, CHOOSERS, SKETCHED = 32, 4, 16, 16
+"""What compilation assumes: splits, programs of `settle` and of `choose` per KV head, and dims of a sketch."""
 
-PIECES = 4
-"""Programs of `settle` per KV head that it assumes."""
-
-CHOOSERS = 16
-"""Programs of `choose` per KV head that it assumes."""
-
-SKETCHED = 16
-"""Dims of a sketch that it assumes."""
-
-STRIDES = tuple(
-    f"{tensor}_{dim}"
-    for tensor, dims in (("query", ("row", "head", "token")), ("key", ("row", "head", "slot")))
-    for dim in dims
-)
+STRIDES = ("query_row", "query_head", "query_token", "key_row", "key_head", "key_slot")
 """Stride arguments of `observe`: multiples of the head size."""
 
 OF_STEPS = ("slots", "per_split", "per_piece", "width")
@@ -73,44 +60,24 @@ _OF_THE_MODEL = frozenset(("query", "new_key", "new_value", "keys", "values", "o
 """Arguments in the model's dtype."""
 
 _TYPES = {
-    **dict.fromkeys(
-        (
-            "part",
-            "top",
-            "total",
-            "logits",
-            "new_logits",
-            "columns",
-            "constants",
-            "supplied",
-            "work",
-            "lse",
-            "reduced",
-            "angles",
-            "slopes",
+    name: kind
+    for kind, names in {
+        "*fp32": "part top total logits new_logits columns constants supplied work lse reduced angles slopes",
+        "*i32": (
+            "which position seen newest first_free held ring_rows sketch prompt copied grades levels candidates listed chosen found joins "
+            "arrived victims at_ends rank length gaps wanted owned free first_new first_asked behind order live_slots meetings heads_met"
         ),
-        "*fp32",
-    ),
-    **dict.fromkeys(
-        ("which", "position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"
-    ),
-    **dict.fromkeys(("grades", "levels", "candidates", "listed", "chosen", "found", "joins"), "*i32"),
-    **dict.fromkeys(("arrived", "victims", "at_ends"), "*i32"),
-    **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
-    **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
-    **dict.fromkeys(
-        ("slots", "heads", "per_split", "splits", "per_piece", "window", "seed", "layer", "first_head", "width", "pages"),
-        "i32",
-    ),
-    **dict.fromkeys(("tokens", "batch", "cache_rows", "blocks", *STRIDES), "i32"),
-    **dict.fromkeys(("scaling", "softcap"), "fp32"),
-    **dict.fromkeys(("first_rows", "table"), "*i64"),
-    **dict.fromkeys(("meetings", "heads_met"), "*i32"),
-    "lowest_found": "*i64",
-    "kept": "*i8",
-    "taken": "*i8",
-    "real": "*i1",
-    "numbers": "*fp64",
+        "i32": (
+            "slots heads per_split splits per_piece window seed layer first_head width pages tokens batch cache_rows blocks "
+            + " ".join(STRIDES)
+        ),
+        "fp32": "scaling softcap",
+        "*i64": "first_rows table lowest_found",
+        "*i8": "kept taken",
+        "*i1": "real",
+        "*fp64": "numbers",
+    }.items()
+    for name in names.split()
 }
 """Triton types of the kernels' other arguments."""
 
@@ -192,61 +159,37 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     selects = "look" in kernels.KERNELS
     block = shape.block
     rope = shape.rope if kernels.CONSTANTS["COMPACT"] else None
+    packed = shape.kv_dtype != "model"
+    few = sizes.turns_few(kernels.CONSTANTS["SLIDES"], packed)
     width = SKETCHED if kernels.CONSTANTS["SKETCHES"] else 0
-    common = _common(kernels, shape, rope) | {
+    common = _common(kernels, shape, rope, few) | {
         "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),
     }
     observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
-    alone, settles = (
-        sizes.settle(SPLITS, PIECES, alone=True),
-        SETTLE_OPTIONS if kernels.CONSTANTS["SPREADS"] else ALONE_OPTIONS,
-    )
+    alone = sizes.settle(SPLITS, PIECES, alone=True)
+    settles = SETTLE_OPTIONS if kernels.CONSTANTS["SPREADS"] else ALONE_OPTIONS
     found = [
-        ("make_room", "make_room", alone, ALONE_OPTIONS, True),
-        (
-            "look",
-            "look",
-            sizes.look(width or shape.head_dim, in_blocks=block > 0, packed=shape.kv_dtype != "model"),
-            LOOK_OPTIONS,
-            selects,
-        ),
-        ("vote", "vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
-        ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
-        ("attend", attend, sizes.attend(rope, packed=shape.kv_dtype != "model"), sizes.attend_options, True),
-        ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
-        (
-            "settle",
-            "settle",
-            sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.CONSTANTS["SPREADS"]),
-            settles,
-            True,
-        ),
-        (
-            "at_once",
-            "at_once",
-            sizes.at_once(SPLITS, rope),
-            sizes.at_once_options(SPLITS),
-            block == 0 and shape.kv_dtype == "model",
-        ),
-        ("agree", "agree", alone, ALONE_OPTIONS, True),
-        ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
-        ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
-        ("observe", "observe", sizes.observe(), observes, True),
-        (
-            "settle_prompt",
-            "settle_prompt",
-            {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED, "D": shape.head_dim},
-            ALONE_OPTIONS,
-            True,
-        ),
+        ("make_room", alone, ALONE_OPTIONS, True),
+        ("look", sizes.look(width or shape.head_dim, in_blocks=block > 0, packed=packed), LOOK_OPTIONS, selects),
+        ("vote", {"BLOCK": VOTED_AT_ONCE}, LOOK_OPTIONS, selects),
+        ("choose", sizes.choose(SPLITS, CHOOSERS, pages=chooses_pages(kernels)), CHOOSE_OPTIONS, selects),
+        (attend, sizes.attend(rope, few=few, packed=packed), sizes.attend_options, True),
+        (take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
+        ("settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.CONSTANTS["SPREADS"]), settles, True),
+        ("at_once", sizes.at_once(SPLITS, rope, few=few), sizes.at_once_options(SPLITS), block == 0 and not packed),
+        ("agree", alone, ALONE_OPTIONS, True),
+        (give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
+        ("over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
+        ("observe", sizes.observe(), observes, True),
+        ("settle_prompt", {"BLOCK": SETTLED_AT_ONCE, "TILE": COMPARED, "D": shape.head_dim}, ALONE_OPTIONS, True),
     ]
-    for kernel, function, own, options, needed in found:
+    for function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function
         if needed and generated is not None:
-            yield kernel, generated, own | common, options
+            yield generated.__name__, generated, own | common, options
 
 
-def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
+def _common(kernels: Any, shape: Shape, rope: Rope | None, few: bool) -> dict[str, Any]:
     """Return the constants that all kernels share. Tensors that the policy lacks are None."""
     selects = "look" in kernels.KERNELS
     constants = kernels.CONSTANTS | {
@@ -255,9 +198,7 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         "BIASED": False,
         "RANKED": False,
         "SELECTS": selects,
-        "DENSE": shape.block == 0 and not selects and shape.sizes.reads_ahead(rope),
-    }
-    constants |= {
+        "DENSE": shape.block == 0 and not selects and shape.sizes.reads_ahead(None if few else rope),
         "SOME": shape.some_rows,
         "PADDED": False,
         "CAPPED": False,
@@ -266,17 +207,17 @@ def _common(kernels: Any, shape: Shape, rope: Rope | None) -> dict[str, Any]:
         **dict(zip(("K_AS", "V_AS"), dtypes_of(shape.kv_dtype), strict=True)),
         "BESIDE": False,
     }
-    absent = (
-        {"sinks", "slopes", "order", "beside", "beside_lse"}
-        | (set() if shape.some_rows else {"which"})
-        | ({"rank", "length", "angles"} if rope is None else set())
-    )
-    absent |= set() if constants["SKETCHES"] else {"sketch", "sketch_keys", "prompt"}
-    absent |= set() if constants["BOUNDS"] else {"page_bounds"}
-    absent |= set() if constants["REDUCTIONS"] else {"reduced"}
-    absent |= set() if constants["COUNTS"] else {"live_slots"}
-    absent |= set() if shape.block else {"table"}
-    return constants | dict.fromkeys(absent)
+    wanted = {
+        "sinks slopes order beside beside_lse": False,
+        "which": shape.some_rows,
+        "rank length angles": rope is not None,
+        "sketch sketch_keys prompt": constants["SKETCHES"],
+        "page_bounds": constants["BOUNDS"],
+        "reduced": constants["REDUCTIONS"],
+        "live_slots": constants["COUNTS"],
+        "table": shape.block,
+    }
+    return constants | dict.fromkeys(name for names, there in wanted.items() if not there for name in names.split())
 
 
 @dataclass(frozen=True)

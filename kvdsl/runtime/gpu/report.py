@@ -162,11 +162,12 @@ def taken(
     most = resident(chip, registers, meta.shared, meta.num_warps, meta.warp_size)
     grid = None if "SLOTS" in shape else _grid(kernel, shape, step, chip)
     there = most if grid is None else min(most, -(-grid // chip.processors))
-    rows = [_loop_row(kernel, loop, times, shape, meta, step, chip, there) for loop, times in _counted(code.loops)]
+    found = code.loops[:1] if kernel == "attend" else code.loops  # a second loop of `attend` is for few slots
+    rows = [_loop_row(kernel, loop, times, shape, meta, step, chip, there) for loop, times in _counted(found)]
     us = None
     if kernel == "attend" and target in FITTED and spills <= FEW_SPILLS and not shape["SELECTS"]:
         assert grid is not None and code.chain is not None
-        (loop,) = code.loops
+        loop = code.loops[0]
         iterations = -(-step.slots * step.batch * step.kv_heads // (grid * shape["BLOCK"]))
         us = FITTED[target].us(terms(chip, loop, code.instructions, code.chain, meta.num_warps, most, grid, iterations))
     warps = there * meta.num_warps / _SCHEDULERS

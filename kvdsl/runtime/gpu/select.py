@@ -1,11 +1,6 @@
-"""Device functions of `look` and `choose`, the first two launches of a step that attends to a selection.
+"""Device functions of `kvdsl.runtime.gpu.kernels.choose`. Nothing is sorted: counts of grades by level rule out most units.
 
-`look` grades the slots or pages of one split by a cheap score, and counts them by level. `choose` finds a KV head's highest grades without
-sorting, and lists their slots; `attend` reads these in place. The programs of `choose` share the head's units: each lists the candidates
-that the counts cannot rule out, and the last program to finish chooses among all candidates. `kernels_triton.py` contains the code that
-differs between policies.
-
-Legend, in addition to the one of `kernels_triton.py`:
+Legend, in addition to the one of `kvdsl.runtime.gpu.kernels.settle`:
     W: dims of the sketch. j: index of one of them. P: capacity in pages per KV head.
     unit: a slot or a page, chosen as a whole. Among slots, unit N is the new token, which has no slot yet.
 

@@ -134,13 +134,14 @@ class Sizes:
         """Return slots or pages per iteration of `look`, with `dims` elements each."""
         return max(16, min(256, _LOOKED_AT // _matrix(dims)))
 
-    def attend(self, rope: Rope | None = None, *, packed: bool = False) -> dict[str, Any]:
+    def attend(self, rope: Rope | None = None, *, few: bool = False, packed: bool = False) -> dict[str, Any]:
         """Return constants of `attend` that depend on the sizes.
 
         Args:
-            rope: the rotation of keys, if the kernel rotates them. packed: whether it decodes them from another `kv_dtype`. Either takes
-                registers and halves the block.
+            rope: the rotation of keys, if the kernel rotates them. few: see `turns_few`. packed: whether it decodes them from another
+                `kv_dtype`. Either takes registers and halves the block, unless two warps rotate few.
         """
+        short = packed or (rope is not None and not (few and self.narrow))
         return _pairs(rope, self.key_dim) | {
             "G": self.group,
             "G_PAD": _matrix(self.group),
@@ -148,16 +149,17 @@ class Sizes:
             "D_PAD": _matrix(self.key_dim),
             "E": self.value_dim,
             "E_PAD": _matrix(self.value_dim),
-            "BLOCK": max(16, self.attend_block // 2) if packed or rope is not None else self.attend_block,
+            "BLOCK": max(16, self.attend_block // 2) if short else self.attend_block,
+            "FEW": few,
             "KEEPS": 0,
             "KEPT": 0,
         }
 
-    def at_once(self, splits: int, rope: Rope | None = None) -> dict[str, Any]:
+    def at_once(self, splits: int, rope: Rope | None = None, *, few: bool = False) -> dict[str, Any]:
         """Return constants of `at_once` that depend on the sizes; see `attend` and `settle`."""
-        attends = self.attend(rope)
+        attends = self.attend(rope, few=few)
         settles = self.settle(splits, splits, rope=rope) | {"D_PAD": attends["D_PAD"], "E_PAD": attends["E_PAD"]}
-        return settles | {"M_PAD": attends["G_PAD"], "BLOCK": SPLIT, "TOGETHER": attends["BLOCK"]}
+        return settles | {"M_PAD": attends["G_PAD"], "BLOCK": SPLIT, "TOGETHER": attends["BLOCK"], "FEW": few}
 
     def fits_at_once(self, slots: int, pairs: int, processors: int) -> bool:
         """Return whether `at_once` can serve steps: whether one program holds a split's logits, and programs can wait for each other.
@@ -176,6 +178,10 @@ class Sizes:
         stages = 1 if self.item == 4 else 2  # loading float32 ahead would take more registers than there are
         options = {"num_warps": 4, "num_stages": stages, "maxnreg": 168 if _most_at_once(self) == 3 else 255}
         return options | ({"launch_cooperative_grid": True} if splits > 1 else {})
+
+    def turns_few(self, slides: bool, packed: bool) -> bool:
+        """Return whether `attend` rotates few keys, those of protected tokens, in blocks of their own."""
+        return slides and not packed and self.item == 2
 
     def reads_ahead(self, rope: Rope | None) -> bool:
         """Return whether `attend` has enough registers to read free slots too and to mask their values afterwards."""

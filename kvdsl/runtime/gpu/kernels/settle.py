@@ -336,6 +336,7 @@ def at_once(
     RANKED: tl.constexpr,
     DENSE: tl.constexpr,
     TURNS: tl.constexpr,
+    FEW: tl.constexpr,
     PAIRS: tl.constexpr,
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,
@@ -367,8 +368,8 @@ def at_once(
     own = attend(
         which, query, new_key, new_value, keys, values, first_rows, None, position, seen, newest, part, top, total, first_free, held, None,
         None, None, logits, new_logits, rank, length, slopes, angles, None, None, slots, scaling, softcap, window,
-        SOME, 0, K_AS, V_AS, G, M_PAD, D, D_PAD, E, E_PAD, TOGETHER, LOGITS, BIASED, RANKED, False, DENSE, TURNS, PAIRS, P_PAD, R_PAD,
-        OFFSET, INTERLEAVED, DOT, PRECISION, False, BLOCK // TOGETHER, G_PAD,
+        SOME, 0, K_AS, V_AS, G, M_PAD, D, D_PAD, E, E_PAD, TOGETHER, LOGITS, BIASED, RANKED, False, DENSE, TURNS, FEW, PAIRS,
+        P_PAD, R_PAD, OFFSET, INTERLEAVED, DOT, PRECISION, False, BLOCK // TOGETHER, G_PAD,
     )  # fmt: skip
     pair = (row * heads + head).to(tl.int64)
     if ops.meet(arrived, meetings, pair, splits):  # noqa: SIM102 (`and` evaluates both sides)
