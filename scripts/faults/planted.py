@@ -469,8 +469,8 @@ FAULTS = [
     _fault(
         "Triton",
         "kvdsl/runtime/gpu/evicting.py",
-        "middle = tl.where(tried == 0, low, tl.where(tried == 1, high - 1,",
-        "middle = tl.where(tried == 0, low + 1, tl.where(tried == 1, high - 1,",
+        "if _at_most(position, slots, middle, BLOCK) >= n:",
+        "if _at_most(position, slots, middle, BLOCK) > n:",
         "tests/triton/test_policies.py",
         "tests/triton/test_steps.py",
         "tests/triton/test_prompt.py",
