@@ -51,6 +51,7 @@ from kvdsl.runtime.gpu.sizes import (
     VOTED_AT_ONCE,
     Sizes,
     choosers,
+    turns_few,
 )
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.lifetimes import plain_tensors
@@ -232,7 +233,7 @@ class TritonBackend:
             chosen = sizes.choose(work.splits, work.choosers, pages=chooses_pages(self.kernels))
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         plain = isinstance(layout, SlotAfterSlot)
-        few = sizes.turns_few(self.kernels.CONSTANTS["SLIDES"], state.format.packed)
+        few = turns_few(sizes, self.kernels.CONSTANTS["SLIDES"], state.format.packed)
         dense = {"DENSE": state.even and plain and call.window is None and sizes.reads_ahead(None if few else rope)}
         programs = work.splits, heads, batch
         processors = _processors_at_once(state.position.device)

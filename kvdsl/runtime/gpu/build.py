@@ -38,6 +38,7 @@ from kvdsl.runtime.gpu.sizes import (
     TAKE_OPTIONS,
     VOTED_AT_ONCE,
     Sizes,
+    turns_few,
 )
 from kvdsl.runtime.rope import Rope
 
@@ -160,7 +161,7 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     block = shape.block
     rope = shape.rope if kernels.CONSTANTS["COMPACT"] else None
     packed = shape.kv_dtype != "model"
-    few = sizes.turns_few(kernels.CONSTANTS["SLIDES"], packed)
+    few = turns_few(sizes, kernels.CONSTANTS["SLIDES"], packed)
     width = SKETCHED if kernels.CONSTANTS["SKETCHES"] else 0
     common = _common(kernels, shape, rope, few) | {
         "PRECISION": precision_of(shape.kv_dtype, nvidia=target.backend == "cuda"),

@@ -179,10 +179,6 @@ class Sizes:
         options = {"num_warps": 4, "num_stages": stages, "maxnreg": 168 if _most_at_once(self) == 3 else 255}
         return options | ({"launch_cooperative_grid": True} if splits > 1 else {})
 
-    def turns_few(self, slides: bool, packed: bool) -> bool:
-        """Return whether `attend` rotates few keys, those of protected tokens, in blocks of their own."""
-        return slides and not packed and self.item == 2
-
     def reads_ahead(self, rope: Rope | None) -> bool:
         """Return whether `attend` has enough registers to read free slots too and to mask their values afterwards."""
         return rope is None and self.item == 2
@@ -284,6 +280,11 @@ def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
         pairs, processors: see `Sizes.pieces`. block: see `Sizes.choose_block`.
     """
     return max(1, min(MAX_CHOOSERS, -(-slots // block), processors // pairs))
+
+
+def turns_few(sizes: Sizes, slides: bool, packed: bool) -> bool:
+    """Return whether `attend` rotates few keys, those of protected tokens, in blocks of their own."""
+    return slides and not packed and sizes.item == 2
 
 
 def _most_at_once(sizes: Sizes) -> int:
