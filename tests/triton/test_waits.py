@@ -62,7 +62,7 @@ def test_a_prompt_waits_a_few_times(policy: str, pads: bool, monkeypatch: pytest
     assert "numbers = torch.stack" in waits.lines[-1]
 
 
-GIVEN = {"vatp_h2o": {"budget": 39.0}, "pyramidkv": {"budget": 640.0}}
+GIVEN = {"vatp_h2o": {"budget": 39.0}, "pyramidkv": {"budget": 640.0}, "lazy_answer": {"budget": 64.0}}
 """For policies that protect more tokens than 36."""
 
 
