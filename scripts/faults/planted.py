@@ -387,7 +387,7 @@ FAULTS = [
         "kvdsl/runtime/cpu/src/decode.cpp",
         "tokens += args.real[row * args.tokens + t] != 0;",
         "tokens += 1;",
-        "tests/differential/test_random.py",
+        "tests/runtime/test_replacing.py",
     ),
     _fault(
         "C++",
