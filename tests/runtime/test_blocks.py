@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state import blocks
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layers import slot_state
+from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 from tests.hf import zoo
@@ -295,3 +298,12 @@ def test_edition_1_states_the_default(tmp_path: Path) -> None:
 def test_what_storage_does_not_say(storage: Any) -> None:
     with pytest.raises(KvdslError, match=r"`storage` is .*; use `in_place`, `blocks`, or `blocks:16`"):
         kvdsl.load("h2o", storage=storage)
+
+
+def test_a_full_row_needs_a_slot_for_the_new_token() -> None:
+    """16 tokens fill a block; the next one is placed before any leaves."""
+    position = torch.full((1, 1, 32), FREE, dtype=torch.int32)
+    position[..., :16] = torch.arange(16)
+    room = SimpleNamespace(most_by_head=lambda numbers, evicts: torch.tensor([[16.0]]))
+    state: Any = SimpleNamespace(slots=32, position=position, numbers=None, evicts=True, room=room)
+    assert blocks._most_blocks(state, 16).tolist() == [2]

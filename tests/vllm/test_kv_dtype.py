@@ -86,8 +86,8 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     def reading(self: SlotLayer, module: Any, call: Any, positions: Any) -> Tensor:
         at, tokens = self.length, call.query.shape[2]
         if at == 0:
-            prompt[self.index] = tokens
-        vectors = [x[at : at + tokens].transpose(0, 1)[None] for x in found.of(self.index, prompt[self.index])]
+            prompt[self.state.layer] = tokens
+        vectors = [x[at : at + tokens].transpose(0, 1)[None] for x in found.of(self.state.layer, prompt[self.state.layer])]
         for own, other in zip(call[:3], vectors, strict=True):
             torch.testing.assert_close(own, other, rtol=0, atol=NEAR)
         query, key, value = vectors
