@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""How long a decode step takes in every `kv_dtype`: the types take turns in one process, on caches with as many slots.
+"""How long a decode step takes in every `kv_dtype`. The types take turns in one process, on caches with equally many slots.
 
-benchmarks/bits_steps.py --json > results/kv_dtype/steps.json
+benchmarks/bits_steps.py --threads 1 --json > results/kv_dtype/steps_1_thread.json
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES = [
 @click.option("--policy", default="h2o", show_default=True)
 @click.option("--threads", default=1, show_default=True)
 @click.option("--rounds", default=21, show_default=True)
-@click.option("--starts", default=2, show_default=True, help="Times that caches are made anew, to lie elsewhere in memory.")
+@click.option("--starts", default=2, show_default=True, help="Repeats with new caches, elsewhere in memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def main(policy: str, threads: int, rounds: int, starts: int, as_json: bool) -> None:
     torch.set_num_threads(threads)
@@ -37,12 +37,8 @@ def main(policy: str, threads: int, rounds: int, starts: int, as_json: bool) -> 
     for shape in [shape for shape in SHAPES for _ in range(starts)]:
         for row in measured(policy, shape, rounds):
             rows.append(asdict(shape) | row)
-            if not as_json:
-                click.echo(
-                    "{kv_heads} x {head_dim}, {dtype}, {kv_dtype}: {ms:.1f} ms, {faster:.2f}x faster, {roofline:.2f} of a read".format(
-                        **rows[-1]
-                    )
-                )
+            speed = f"{row['ms']:.1f} ms, {row['faster']:.2f}x faster, {row['roofline']:.2f} of a read"
+            click.echo(f"{shape.kv_heads} x {shape.head_dim}, {shape.dtype}, {row['kv_dtype']}: {speed}", err=as_json)
     if as_json:
         head = {"environment": environment(), "policy": policy, "threads": threads, "rounds": rounds}
         click.echo(json.dumps(head | {"rows": rows}, indent=1))

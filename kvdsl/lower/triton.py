@@ -112,7 +112,7 @@ class TritonPlan:
             SPREADS: several programs share a KV head's slots: there are loops over slots, and none depends on another one's results.
             LAZY: the programs store scores only where no single victim is known. MERGES: one loop folds the query into the columns and
             ranks.
-            SLIDES: tokens leave in the order of the text, so that only those which `keep first` protects turn.
+            SLIDES: the oldest tokens leave first, so that only keys of protected first tokens are rotated.
         hooks: the policy's functions.
     """
 

@@ -10,8 +10,8 @@ value first, which hides their latency. The next launch, `settle`, places the to
 
 If the query attends to a selection (see `kvdsl.runtime.gpu.select`), the programs share the chosen slots and read them in place.
 
-Under compact positions (TURNS) the kernel rotates keys as it reads them, in pairs of dims; see `kvdsl.runtime.gpu.rotate`. With FEW only a
-few turn, and a second phase attends to them.
+Under compact positions (TURNS) the kernel rotates keys as it reads them, in pairs of dims; see `kvdsl.runtime.gpu.rotate`. With FEW
+it rotates only a few of them, in a second phase.
 
 With SIZE, keys and values lie in blocks of SIZE slots; see `kvdsl.runtime.gpu.layout`.
 
@@ -30,7 +30,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import layout, ops, packed, rotate
 
 TURNED = tl.constexpr(16)
-"""Slots per block of the phase that attends to few."""
+"""Slots per block of the second phase."""
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def attend(
     SELECTS: tl.constexpr,
     DENSE: tl.constexpr,  # whether slots are contiguous and few are free or outside the window
     TURNS: tl.constexpr,
-    FEW: tl.constexpr,  # whether only a few turn
+    FEW: tl.constexpr,  # whether only a few keys have to be rotated
     PAIRS: tl.constexpr,  # rotated pairs of dims, from dim OFFSET on
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,  # dims that are not rotated; 0: none
@@ -140,6 +140,7 @@ def attend(
         kept = tl.zeros([KEPT, KEEPS, BLOCK], tl.int32)
     reach = tl.load(found + pair) if SELECTS else ops.reach(slots, now)
     first, end = ops.share(reach, split, sharing, BLOCK)
+    # With FEW, phase 0 attends to keys that are not rotated, and finds the last of the others for phase 1.
     LAST: tl.constexpr = 1 if TURNS and FEW else 0
     if LAST > 0:
         turned = tl.full([BLOCK], -1, tl.int32)

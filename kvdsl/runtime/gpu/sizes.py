@@ -283,7 +283,7 @@ def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
 
 
 def turns_few(sizes: Sizes, slides: bool, packed: bool) -> bool:
-    """Return whether `attend` rotates few keys, those of protected tokens, in blocks of their own."""
+    """Return whether `attend` has a second loop for the few keys that it rotates. slides: see `SLIDES` in `kvdsl.lower.triton`."""
     return slides and not packed and sizes.item == 2
 
 
