@@ -23,7 +23,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,8 +99,9 @@ def main(
                 found: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
                 for turn in range(rounds + 1):
                     for server in servers:
-                        # The first round warms up.
-                        load = _load(server, place, size, rate, requests if turn else min(2, requests), turn)
+                        # The first round warms up, with short answers.
+                        asked = size if turn else replace(size, new=min(size.new, 64))
+                        load = _load(server, place, asked, rate, requests if turn else min(2, requests), turn)
                         if turn:
                             found[server.name].append(load)
                 new = [_row(name, size, rate, several) for name, several in found.items()]
