@@ -28,6 +28,11 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
     keep.last(1, ends_last=True)
 
 
+def counts_protected(numbers: dict[str, Tensor]) -> list[Tensor | float]:
+    """Return the most tokens that each `keep` line protects."""
+    return [numbers["protect"], 1]
+
+
 def score(slots: View) -> Tensor | float:
     """Score slots, the lowest is evicted first: mean(attn)."""
     sum_attn = slots.column("sum_attn")

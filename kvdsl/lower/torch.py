@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce
+from kvdsl.ir.nodes import Axis, Column, Expr, Keep, LayerRange, Reduce, TensorRef
 from kvdsl.ir.ops import TABLED
-from kvdsl.ir.visitors import axes_of, of_query_heads, parts_of
+from kvdsl.ir.visitors import axes_of, has, of_query_heads, parts_of, reads
 from kvdsl.lower.expression import Fragment, fragment, names_of, texts, uses_of
 from kvdsl.lower.sharing import shared
 from kvdsl.lower.step import Step, for_target, in_layers
@@ -35,6 +35,7 @@ class TorchPlan:
     place: tuple[str, ...]
     protects: bool
     protect: tuple[str, ...]
+    counts_protected: tuple[str, ...]
     budget: tuple[str, ...]
     score: tuple[str, ...]
     count: tuple[str, ...]
@@ -59,6 +60,7 @@ def torch_plan(step: Step) -> TorchPlan:
         "fold": _named(step.ruled("fold"), row),
         "prune": _named(step.ruled("prune"), slots),
         "protect": [_torch_keep(keep, slots, step.protect.ends_last) for keep in step.protect.keeps],
+        "counts_protected": _counts_protected(step),
         "budget": [] if evict is None or evict.budget is None else _returned(_budget(evict.budget, evict.by)),
         "score": [] if evict is None else _score(evict.score),
         "weigh": [] if step.share is None else _returned(slots.value(step.share)),
@@ -120,6 +122,16 @@ def _observed(column: Column, row: TensorPrinter) -> Fragment:
     decay = [] if column.decay is None else [row.value(column.decay)]
     more = ", {}" * len(decay)
     return fragment(f'columns.{column.rule}("{column.name}", {{}}{more})', row.body(column.body), *decay)
+
+
+def _counts_protected(step: Step) -> list[Fragment]:
+    """Print the counts of `keep` lines, if they may protect more than the budget and do not depend on the cached tokens."""
+    counts = [keep.count for keep in step.protect.keeps if keep.count is not None]
+    known = len(counts) == len(step.protect.keeps) and not any(reads(x, "live") or has(x, TensorRef) for x in counts)
+    if step.evict is None or not step.protect.overprotects or not known:
+        return []
+    printed = map(_IN_KERNEL, counts)
+    return [fragment(f"return [{', '.join('{}' for _ in counts)}]", *printed)]
 
 
 def _named(columns: tuple[Column, ...], view: TensorPrinter) -> list[Fragment]:

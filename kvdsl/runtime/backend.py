@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.forward import Forward, T
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 
@@ -28,6 +30,7 @@ class AttentionCall(NamedTuple):
             `every N`: a prompt in parts keeps the same tokens as a whole one.
         slopes: [query_heads] ALiBi slopes, subtracted from a logit per place between token and query, or None. Places are positions in
             the text; under compact positions, ranks among the live tokens.
+        forward: what it shares with the calls of other layers, or None.
     """
 
     query: Tensor
@@ -42,13 +45,18 @@ class AttentionCall(NamedTuple):
     supplied: Tensor | None = None
     goes_on: bool = False
     slopes: Tensor | None = None
+    forward: Forward | None = None
+
+    def once(self, what: Hashable, of: Tensor | None, make: Callable[[], T]) -> T:
+        """Return what is the same in all layers; see `Forward.once`."""
+        return make() if self.forward is None else self.forward.once(what, of, make)
 
     def part(self, tokens: slice) -> AttentionCall:
         """Return the call for some of its tokens."""
         query, key, value = (x[:, :, tokens] for x in (self.query, self.key, self.value))
         real = None if self.real is None else self.real[:, tokens]
         supplied = None if self.supplied is None else self.supplied[..., tokens]
-        return self._replace(query=query, key=key, value=value, real=real, supplied=supplied)
+        return self._replace(query=query, key=key, value=value, real=real, supplied=supplied, forward=None)
 
     def cast(self, dtype: torch.dtype) -> AttentionCall:
         """Return the call with query, key and value in this dtype."""

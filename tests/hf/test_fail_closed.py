@@ -127,6 +127,57 @@ def test_a_layer_that_is_left_out() -> None:
         model(zoo.prompt(1, 9), **with_cache(cache))
 
 
+# -- a prompt that runs again ------------------------------------------------------------------------------------------
+
+
+def with_logits(far: bool) -> Any:
+    """A model one of whose layers has logits that are too far from 0 to recompute probabilities from, or has none."""
+    model = zoo.make("Llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1e4 if far else 1.0)
+    return model
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_prompt_runs_again_where_its_numbers_may_be_wrong(far: bool) -> None:
+    """Once, and leaves what it leaves where each layer asks for itself."""
+    model, ids, runs = with_logits(far), zoo.prompt(2, 40), []
+    mask = torch.arange(40) >= torch.tensor([[0], [9]])
+    caches = [h2o(model, backend="torch") for _ in range(2)]
+    caches[1]._sync.may_run_again = False
+    model.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    tokens, longer = ids[:, -1:], torch.cat([mask, mask[:, -1:]], 1)
+    with torch.no_grad():
+        outs = [model(ids, attention_mask=mask, **with_cache(cache)).logits for cache in caches]
+        assert len(runs) == 2 + far
+        outs += [model(tokens, attention_mask=longer, **with_cache(cache)).logits for cache in caches]
+    assert len(runs) == 4 + far and outs[0].equal(outs[1]) and outs[2].equal(outs[3])
+    for layer in range(2):
+        states = [cache.state(layer) | {"position": cache.positions(layer)} for cache in caches]
+        assert all(x.equal(states[1][name]) for name, x in states[0].items())
+    assert {cache.get_seq_length() for cache in caches} == {41}
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_prompt_that_ends_before_its_numbers_are_checked(far: bool) -> None:
+    """Where they are right, the cache goes on, as it does behind a head that fails."""
+    model, ids = with_logits(far), zoo.prompt(1, 40)
+    cache = h2o(model, backend="torch")
+    failing = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            model(ids, **with_cache(cache))
+        failing.remove()
+        for _ in range(2 if far else 0):
+            with pytest.raises(KvdslError, match=r"interrupted before its end: call `cache.reset\(\)`"):
+                model(ids[:, :1], **with_cache(cache))
+        if far:
+            cache.reset()
+            model(ids, **with_cache(cache))
+        model(ids[:, :1], **with_cache(cache))
+    assert cache.get_seq_length() == 41
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 

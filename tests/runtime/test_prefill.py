@@ -318,11 +318,16 @@ def test_cudnn_attends_where_torch_would_choose_it(monkeypatch: pytest.MonkeyPat
 
 def test_finite_numbers_whose_sum_is_not_are_fused_in_float16() -> None:
     """Keys have means: 100,000 of them may well add up to more than 65,504."""
-    numbers = torch.full((1000,), 100.0, dtype=torch.float16)
-    assert not numbers.sum().isfinite()
-    assert dense._total(numbers).isfinite()
-    for worst in (torch.inf, -torch.inf, torch.nan):
-        assert not dense._total(torch.cat([numbers, torch.tensor([worst], dtype=torch.float16)])).isfinite()
+    spec, call = spec_of(WATCH), Case(tokens=20, dtype=torch.float16).call()
+    keys = call.key + 60_000
+    assert not keys.sum().isfinite()
+    for worst in (0.0, torch.inf, -torch.inf, torch.nan):
+        keys[0, 0, 7, 0] += worst
+        asked: list[bool] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dense, "_exact", lambda prompt, own=dense._exact, asked=asked: asked.append(True) or own(prompt))
+            prefill(SlotState(spec, {}), call._replace(query=call.query * 1e-6, key=keys))
+        assert bool(asked) == (worst != 0)
 
 
 @pytest.mark.parametrize("where", ["query", "value"])
@@ -530,9 +535,9 @@ def test_a_prompt_that_is_read_again_leaves_what_it_leaves_at_once(policy: str, 
     readings: list[bool] = []
 
     def doubtful(prompt: Prompt) -> Tensor:
-        readings.append(prompt.doubts is not None)
-        if prompt.doubts is not None:
-            prompt.doubts.append(torch.tensor(torch.nan))
+        readings.append(prompt.later is not None)
+        if prompt.later is not None:
+            prompt.later.doubts.append((torch.tensor(torch.nan), 1.0))
             prompt.kept["columns"].fill_(torch.nan)
         return attend_and_observe(prompt)
 

@@ -59,7 +59,7 @@ def test_survivors_lie_in_text_order() -> None:
 )
 def test_whether_slots_lie_in_text_order(position: list[int], already: bool) -> None:
     slots = torch.tensor([[[0, 1, 2, 3], position]], dtype=torch.int32)
-    assert in_text_order(slots) is already
+    assert bool(in_text_order(slots)) is already
     assert torch.equal(text_order(slots), torch.arange(4).expand(1, 2, 4)) is already
 
 

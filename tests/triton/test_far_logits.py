@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.forward import Later
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import statistics
 from tests.runtime.test_far_logits import clear, scaled
@@ -70,11 +71,12 @@ def test_ordinary_logits_are_observed_by_the_kernel(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a prompt leaves doubts, so is that one: the sum of what is doubted is not finite."""
-    doubts: list[torch.Tensor] = []
+    """While a prompt defers its questions, so is that one."""
 
     class Asked:
         position = torch.zeros(1, 3, dtype=torch.int32)
+        later = Later()
+        far: bool | None
 
     class Lse(torch.Tensor):
         @property
@@ -82,8 +84,7 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.device("cuda")
 
     prompt = Asked()
-    prompt.doubts = doubts  # type: ignore[attr-defined]
     for far in (5.0, 1e5, torch.nan):
-        lse = torch.full((1, 1, 1, 3), far).as_subclass(Lse)
+        lse, prompt.far = torch.full((1, 1, 1, 3), far).as_subclass(Lse), None
         assert not statistics.is_far(prompt, lse)  # type: ignore[arg-type]
-    assert [bool(torch.tensor(float(doubt)).isfinite()) for doubt in doubts] == [True, False, False]
+    assert [float(furthest) <= most for furthest, most in prompt.later.doubts] == [True, False, False]

@@ -1,4 +1,4 @@
-"""How often the host waits for the device: never in a step, which could not be captured, and a few times in a layer's prompt."""
+"""The host never waits for the device in a step, which could not be captured. For prompts see `test_prompt_launches`."""
 
 from __future__ import annotations
 
@@ -32,34 +32,14 @@ pytestmark = pytest.mark.nightly
 CPU = torch.device("cpu")
 HEADS, GROUP, DIM, PROMPT = 1, 2, 16, 40
 
-PROMPT_WAITS = {"roco": 4, "streaming_llm": 4, "snapkv": 5, "sparcas": 5, "quest": 5, "tova": 5}
-"""With padding: the lengths of the rows' texts, from which budgets follow; where padding lies; how many tokens a head holds; at last
-whether all is finite, and attention's sums. Rings, and the column `last`, ask for the first query that they know of; where nothing leaves,
-whether slots are in order. Without padding the host knows all but one.
-"""
 
-
-def call(tokens: int, pads: bool = False) -> AttentionCall:
+def call(tokens: int) -> AttentionCall:
     query, key, value = (torch.randn(2, heads, tokens, DIM) for heads in (HEADS * GROUP, HEADS, HEADS))
-    real = torch.arange(tokens) >= torch.tensor([[0], [9]]) if pads else None
-    return AttentionCall(query, key, value, real, 0.25, rope=rotation(DIM))
+    return AttentionCall(query, key, value, None, 0.25, rope=rotation(DIM))
 
 
 def waiting(call: AttentionCall, patch: pytest.MonkeyPatch, *others: torch.Tensor) -> Waits:
-    return Waits(patch, (call.query, call.key, call.value, call.real, *others))
-
-
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("policy", PROMPT_WAITS)
-def test_a_prompt_waits_a_few_times(policy: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its rows and heads; without padding once, when everything else is under way."""
-    spec = kvdsl.load(policy).spec
-    state = slot_state(spec, {"budget": 36.0} if "budget" in spec.params else {})
-    state.room.reserves, prompt = True, call(PROMPT, pads)
-    with torch.no_grad(), waiting(prompt, monkeypatch) as waits:
-        choose(spec, "triton", CPU, torch.float32).prefill(state, prompt)
-    assert len(waits.lines) <= (PROMPT_WAITS[policy] if pads else 1), "\n".join(waits.lines)
-    assert "numbers = torch.stack" in waits.lines[-1]
+    return Waits(patch, (call.query, call.key, call.value, *others))
 
 
 GIVEN = {"vatp_h2o": {"budget": 39.0}, "pyramidkv": {"budget": 640.0}, "lazy_answer": {"budget": 64.0}}

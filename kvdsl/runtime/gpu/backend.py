@@ -10,7 +10,8 @@ A decode step launches `attend` and `settle` per layer and token. Further launch
 
 One launch, `at_once`, can replace the two where `sizes.AT_ONCE_PER_PROCESSOR` allows it.
 
-A prompt uses torch's attention, and one or two launches for its statistics.
+A prompt uses torch's attention, and one or two launches for its statistics. The layers of a forward share what is the same for all, and
+the host asks once, at the end of the first prompt, whether all numbers were finite.
 
 A step never waits for the device, and all scratch memory is allocated in advance. So a CUDA graph can capture a step.
 """
@@ -21,7 +22,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -265,11 +266,19 @@ def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
     return call.rope if state.spec.compact else None
 
 
-def _first_rows(state: SlotState) -> Tensor:
-    """Return the row offset of each head's first key, int64 [batch, kv_heads]."""
-    batch, heads, slots = state.position.shape
-    pair = torch.arange(batch * heads, device=state.position.device).view(batch, heads)
-    return pair % heads * state.layout.head_rows if isinstance(state.layout, Blocks | Lent) else pair * slots
+@lru_cache
+def _first_rows(batch: int, heads: int, rows: int, in_blocks: bool, device: torch.device) -> Tensor:
+    """Return the row offset of each head's first key, int64 [batch, kv_heads], for heads of so many rows. Layers share it."""
+    with plain_tensors():
+        pair = torch.arange(batch * heads, device=device).view(batch, heads)
+        return (pair % heads if in_blocks else pair) * rows
+
+
+@lru_cache
+def _every_row(batch: int, device: torch.device) -> Tensor:
+    """Return True for each row. Layers share it."""
+    with plain_tensors():
+        return torch.ones(batch, dtype=torch.bool, device=device)
 
 
 def sizes_of(call: AttentionCall) -> Sizes:
@@ -370,8 +379,12 @@ def _allocate(
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return state.position.new_empty(batch, heads, *shape, dtype=dtype)
 
+    device, in_blocks = state.position.device, isinstance(state.layout, Blocks | Lent)
+    head_rows = state.layout.head_rows if isinstance(state.layout, Blocks | Lent) else slots
+    zeros = {"arrived": ints(), "meetings": ints(), "heads_met": state.seen.new_empty(batch)}
+    torch._foreach_zero_(list(zeros.values()))
     tensors = {
-        "first_rows": _first_rows(state),
+        "first_rows": _first_rows(len(state.position), heads, head_rows, in_blocks, device),
         "part": floats(splits, sizes.group, sizes.value_dim),
         "top": floats(splits, sizes.group),
         "total": floats(splits, sizes.group),
@@ -379,9 +392,7 @@ def _allocate(
         "new_logits": floats(sizes.group),
         "work": floats(kernels.CONSTANTS["SCORES"], slots),
         "kept": ints(slots, dtype=torch.int8),
-        "arrived": ints().zero_(),
-        "meetings": ints().zero_(),
-        "heads_met": state.seen.new_zeros(batch),
+        **zeros,
         "lowest_found": ints(settlers, dtype=torch.int64),
         "victims": ints(settlers),
         "at_ends": ints(settlers),
@@ -397,8 +408,8 @@ def _allocate(
         "taken": ints(taken, dtype=torch.int8),
         "newest": ints(),
         "gaps": ints(slots if state.spec.compact else 0),
-        "ring_rows": state.column_index.ring_rows().to(state.seen.device),
-        "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
+        "ring_rows": state.column_index.ring_rows(device),
+        "every_row": _every_row(batch, device),
     }
     if isinstance(state.layout, Blocks):
         tensors["wanted"] = torch.empty_like(state.layout.table, dtype=torch.int32)

@@ -73,7 +73,7 @@ _TYPES = {
             + " ".join(STRIDES)
         ),
         "fp32": "scaling softcap",
-        "*i64": "first_rows table lowest_found",
+        "*i64": "first_rows table lowest_found text_order",
         "*i8": "kept taken",
         "*i1": "real",
         "*fp64": "numbers",

@@ -61,6 +61,18 @@ def tokens_held(position, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def put_in_order(position, order, slots, BLOCK: tl.constexpr):
+    """Store the slots that hold a token, then the free ones, each ascending: `order`, [N] int64."""
+    held, before = tokens_held(position, slots, BLOCK), 0
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        holds = (tl.load(position + i, mask=i < slots, other=-1) >= 0).to(tl.int32)
+        nth = before + tl.cumsum(holds, 0) - holds  # tokens in the slots before
+        tl.store(order + tl.where(holds > 0, nth, held + i - nth), i.to(tl.int64), mask=i < slots)
+        before += tl.sum(holds, 0)
+
+
+@triton.jit
 def first_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
     """Return the position of the n-th token from the start: tokens up to it are the first n. -1: none."""
     WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE

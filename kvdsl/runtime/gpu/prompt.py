@@ -38,14 +38,14 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     arguments = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
-        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.column_index.ring_rows().to(query.device, non_blocking=True),
+        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.column_index.ring_rows(query.device),
         "constants": prompt.state.constants if prompt.state.spec.tensors is not None else None,
         "live_slots": prompt.live.int() if kernels.CONSTANTS["COUNTS"] else None, "reduced": None,
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
         "seed": signed(prompt.state.seed), "layer": prompt.state.layer, "first_head": prompt.state.head_offset,
         "CAPPED": prompt.call.softcap is not None, "DOT": tl.float32 if prompt.turns else dot,
-        **kernels.CONSTANTS, **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
+        **kernels.CONSTANTS, **_of_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
     }  # fmt: skip
     reductions = kernels.CONSTANTS["REDUCTIONS"]
     if reductions:
@@ -77,24 +77,28 @@ def refuse_far(query: Tensor, group: int) -> None:
 def settle(kernels: Any, held: Held) -> bool:
     """Evict after a prompt and return True, or return False without a kernel; see `kvdsl.runtime.torch.eviction.Kernel`.
 
-    Policies have none if heads or layers choose victims together, or if the choice depends on keys or values.
+    A first prompt's slots are in text order, so the kernel tells the `order` that `SlotState.store` reads. Policies have no kernel if heads
+    or layers choose victims together, or if the choice depends on keys or values.
     """
     state, position = held.state, held.position
     if not hasattr(kernels, "settle_prompt") or state.spec.across_layers:
         return False
     batch, heads, slots = position.shape
+    order = torch.empty_like(position, dtype=torch.int64)
     arguments = {
-        "position": position, "columns": held.kept["columns"], "cache_rows": batch,
+        "text_order": order, "position": position, "columns": held.kept["columns"], "cache_rows": batch,
         "work": held.kept["columns"].new_empty(batch, heads, kernels.CONSTANTS["SCORES"], slots),
         "kept": position.new_empty(batch, heads, slots, dtype=torch.int8),
         "newest": held.newest.contiguous(), "real": held.rows, "numbers": held.numbers.contiguous(),
-        "ring_rows": state.column_index.ring_rows().to(position.device, non_blocking=True),
+        "ring_rows": state.column_index.ring_rows(position.device),
         "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
         "slots": slots, "window": state.window or EVERYTHING,
         "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "TILE": COMPARED, "BLOCK": SETTLED_AT_ONCE,
         **kernels.CONSTANTS,
     }  # fmt: skip
     launch(kernels.settle_prompt, (heads, batch), arguments, ALONE_OPTIONS)
+    if held.of_prompt and not state.allocated:
+        held.kept["order"] = order
     return True
 
 
@@ -102,6 +106,11 @@ def _queries(prompt: Prompt) -> Tensor:
     """Return the queries as attention sees them, [batch, query_heads, tokens, dim]; float32 if rotated."""
     everything = slice(None)
     return prompt.queries(everything, everything, everything).flatten(1, 2) if prompt.turns else prompt.call.query
+
+
+def _of_texts(prompt: Prompt, first: int) -> dict[str, Any]:
+    """Return `_texts`, which the layers of a forward share."""
+    return prompt.call.once(("texts", first), prompt.position, lambda: _texts(prompt, first))
 
 
 def _texts(prompt: Prompt, first: int) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def _watched(
         watch.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), guesses)
         watch.hear_positions(model, given.get("position_ids"))
         out = own(model, *args, **kwargs)
+        if watch.begins_again():
+            watch.hear_positions(model, given.get("position_ids"))
+            out = own(model, *args, **kwargs)
     finally:
         watch.stop_forward()
     watch.end_forward(model, by_its_name=CACHE in given)

@@ -185,6 +185,7 @@ class SlotLayer(Linked, CacheLayerMixin):
                 checks.check_counting(self.state, self.sync.counting, positions, call)
             if self.window is not None and call.real is not None:
                 checks.check_gaps(self.state, call.real, self.window)
+        call = call._replace(forward=self.sync.forward)
         if self.state.choices is not None:
             self.state.choices.begin(self.state.layer)
         if self.length == 0:
@@ -235,6 +236,16 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.undo.prompt_length = self.length + tokens
         self._has_rate_of_one = self.state.settings.keeps_a_share() and bool(checks.texts_of_one(self.state).any())
         return out
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the coming forward is the first prompt and takes nothing that it could not take twice."""
+        return not (self.counted or self.turn_ends or self.state.spec.supplied) and self.undo.log is None
+
+    def begin_again(self) -> None:
+        """Drop the first prompt, to read it again."""
+        self.state.begin_again()
+        self.counted = 0
 
     # -- a forward that torch.compile traces ---------------------------------------------------------------------------
 

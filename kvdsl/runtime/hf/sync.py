@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.forward import Forward, Later
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.models import releases
 from kvdsl.runtime.hf.text import Text
@@ -46,6 +47,9 @@ class LayerSync(Linked):
         open: index of the layer that received keys and has not attended yet, or None.
         served: how many layers have attended in this forward.
         is_alone: whether the policy manages every layer of the model.
+        forward: what the layers of the running forward share, or None.
+        later: questions for the end of a forward that may run again; None if each layer asks.
+        may_run_again: whether a forward may run a second time; False once one did.
         guesses: how many of this forward's last tokens are guesses, or None.
         one_by_one: whether several tokens of one forward are served one by one, once there is a prompt.
         text: the tokens so far, if the model passes them.
@@ -54,12 +58,15 @@ class LayerSync(Linked):
         ahead: whether compiled forwards added tokens that the layers have not counted.
     """
 
-    LINKS = ("_model",)
+    LINKS = ("_model", "forward", "later")
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.running = False
         self.open: int | None = None
         self.served = 0
+        self.forward: Forward | None = None
+        self.later: Later | None = None
+        self.may_run_again = True
         self.guesses: int | None = None
         self.one_by_one = False
         self.text = Text()
@@ -101,15 +108,37 @@ class LayerSync(Linked):
         self._last = layer.state.layer
         self._layers.append(Weakly(layer))
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, defers: bool) -> None:
         """Begin a forward with this cache.
+
+        Args:
+            defers: whether the layers can run again, so that questions to the device wait for the end.
 
         Raises:
             KvdslError: if the last one was interrupted.
         """
         if self.open is not None:
             raise self._not_reached()
-        self.running, self.served = True, 0
+        if not self.is_right():
+            raise KvdslError("the last forward was interrupted before its end: call `cache.reset()` and start again")
+        # Other processes would wait for the second run.
+        with_others = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.later = Later() if defers and self.may_run_again and self.is_alone and not with_others else None
+        self.running, self.served, self.forward = True, 0, Forward(self.later)
+
+    def is_right(self) -> bool:
+        """Ask what was deferred: whether the forward need not run again."""
+        return self.later is None or self.later.is_right()
+
+    def begin_again(self) -> None:
+        """Begin the cache's first forward again, without questions that wait."""
+        self.may_run_again, self.later, self.forward, self.served = False, None, Forward(), 0
+        if self.total is not None:
+            self.total.zero_()
+
+    def stop_forward(self) -> None:
+        """Record that the forward ended or failed."""
+        self.running, self.forward = False, None
 
     def end_forward(self, module: nn.Module, by_its_name: bool) -> None:
         """Raise KvdslError unless every layer attended once. For compiled forwards this was checked when they were traced."""
@@ -210,7 +239,7 @@ class LayerSync(Linked):
 
     def forget(self) -> None:
         """Drop everything about the text."""
-        self.open, self.guesses, self.total, self.ahead = None, None, None, False
+        self.open, self.guesses, self.total, self.ahead, self.later = None, None, None, False, None
         self.text.forget()
         self.counting.forget()
 

@@ -53,7 +53,7 @@ class Watch:
             KvdslError: if the cache has no model, or if the last forward was interrupted.
         """
         self._sync.require_model()
-        self._sync.begin_forward()
+        self._sync.begin_forward(defers=all(layer.can_begin_again for layer in self._layers))
         self._sync.guesses = guesses
         self.hear_ids(ids)
         self._sync.text.note(ids, embeddings, self._sync.length)
@@ -69,9 +69,18 @@ class Watch:
         if self._layers[0].state.spec.compact and model is not None and module.config is text_config(model):
             self._sync.counting.heard = positions
 
+    def begins_again(self) -> bool:
+        """Whether the forward must run again because numbers are not finite or too large; everything is ready for it then."""
+        if self._sync.is_right():
+            return False
+        for layer in self._layers:
+            layer.begin_again()
+        self._sync.begin_again()
+        return True
+
     def stop_forward(self) -> None:
         """Record that the forward ended or failed."""
-        self._sync.running = False
+        self._sync.stop_forward()
 
     def end_forward(self, module: nn.Module, *, by_its_name: bool) -> None:
         """Check a completed forward.

@@ -8,12 +8,14 @@ or to the end of the model's window.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.room import whole
 from kvdsl.runtime.state.settings import Settings
@@ -65,10 +67,16 @@ class ColumnIndex:
         parts = columns[len(self._columns) :].split(list(self.ring_sizes)) if self.ring_sizes else ()
         return {name: part for (name, _), part in zip(self._rings, parts, strict=True)}
 
-    def ring_rows(self) -> Tensor:
-        """Return the first row of each ring, int32 [rings]."""
-        starts = accumulate(self.ring_sizes[:-1], initial=len(self._columns)) if self.ring_sizes else ()
-        return torch.tensor(list(starts), dtype=torch.int32, device="cpu")
+    def ring_rows(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the first row of each ring, int32 [rings]. Layers share it."""
+        return _ring_rows(len(self._columns), self.ring_sizes, device)
+
+
+@lru_cache
+def _ring_rows(columns: int, sizes: tuple[int, ...], device: torch.device | str) -> Tensor:
+    starts = accumulate(sizes[:-1], initial=columns) if sizes else ()
+    with plain_tensors():
+        return torch.tensor(list(starts), dtype=torch.int32, device=device)
 
 
 def size_name(ring: str) -> str:

@@ -16,13 +16,14 @@ def text_order(position: Tensor) -> Tensor:
     return _place(position).argsort(dim=-1, stable=True)
 
 
-def in_text_order(position: Tensor) -> bool:
-    """Whether slots are already in text order, as after a prompt without evictions."""
-    return bool((_place(position).diff(dim=-1) >= 0).all())
+def in_text_order(position: Tensor) -> Tensor:
+    """Whether slots are already in text order, as after a prompt without evictions: bool []."""
+    place = _place(position)
+    return (place[..., 1:] >= place[..., :-1]).all()
 
 
 def _place(position: Tensor) -> Tensor:
-    return torch.where(position >= 0, position, torch.iinfo(torch.int32).max)
+    return position ^ torch.iinfo(torch.int32).min  # FREE becomes the largest number
 
 
 def ranks(position: Tensor) -> Tensor:

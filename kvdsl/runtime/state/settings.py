@@ -60,7 +60,7 @@ class Settings(Linked):
             KvdslError: if static keeps protect more tokens than the budget.
         """
         found = self._found(prompt.cpu())
-        numbers = found.numbers.to(prompt.device if device is None else device, non_blocking=True)
+        numbers = found.on(prompt.device if device is None else device)
         self._resolved = numbers, found
         return numbers
 

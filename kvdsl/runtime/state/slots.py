@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.forward import read
 from kvdsl.runtime.lifetimes import Linked, plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
@@ -189,25 +190,34 @@ class SlotState(Linked):
         if self.together is not None:
             self.together.forget()
 
+    def begin_again(self) -> None:
+        """Drop the first prompt, to read it again. Its tensors are reused."""
+        expected, turns, tensors = self.expected, self.settings.turns, self.tensors()
+        self.reset()
+        self.expected, self.settings.turns = expected, turns
+        self.lay_into(tensors)
+
     def stays_fixed(self) -> bool:
         """Whether the slots never grow while decoding. Before the first prompt: whether that holds for any prompt."""
         return not self.room.grows if self.allocated else self.room.stays_fixed()
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    def resolve_after(self, seen: Tensor, known: Tensor | None = None) -> Tensor:
+    def resolve_after(self, seen: Tensor, lengths: Tensor, *, all_come: bool) -> Tensor:
         """Return the policy's numbers after a forward of a prompt. The prompt is the row's whole text so far.
 
         Args:
             seen: int32 [batch], tokens per row, the new ones included. A row without new tokens keeps its numbers.
-            known: the same on the CPU, if the host has it.
+            lengths: the same on the CPU.
+            all_come: whether every row has new tokens.
 
         Raises:
             KvdslError: as `Settings.resolve` does.
         """
-        numbers = self.settings.resolve((seen if known is None else known).clamp(min=self.expected), seen.device)
-        came = (seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)) if self.allocated else None
-        return numbers if came is None else torch.where(came, numbers, self.numbers)
+        numbers = self.settings.resolve(lengths.clamp(min=self.expected), seen.device)
+        if all_come or not self.allocated:
+            return numbers
+        return torch.where((seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)), numbers, self.numbers)
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
@@ -215,11 +225,15 @@ class SlotState(Linked):
         """Fill the slots, in text order, with the tokens kept at the end of a prompt. Tensors of the right shape are reused.
 
         Args:
-            kept: `keys`, `values`, `position` and `columns` over any number of slots; FREE is the position of an evicted token.
+            kept: `keys`, `values`, `position` and `columns` over any number of slots; FREE is the position of an evicted token. If it
+                has `order`, that is their `text_order`.
             staying: the fewest and the most tokens that a head keeps of a text in order; None if only the device knows.
         """
         position = kept["position"]
-        filled = int((position >= 0).sum(-1).max()) if staying is None else staying[1]
+        if staying is None:
+            filled, in_order = map(int, read([(position >= 0).sum(-1).max(), in_text_order(position)]))
+        else:
+            filled, in_order = staying[1], staying[0] == position.shape[-1]
         numbers, self.evicts = self.settings.while_decoding(numbers)
         chooses = not self.spec.reuses or (self.choices is not None and self.choices.chooser == self.layer)
         self.selects = self.spec.selects and chooses and self.settings.table(numbers).selects
@@ -229,10 +243,9 @@ class SlotState(Linked):
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
         self.even = self.room.is_even(numbers)
         self.paged = 0
-        tidy = position.shape[-1] <= slots and (
-            in_text_order(position) if staying is None else staying[0] == position.shape[-1]
-        )
-        order = None if tidy else text_order(position)[..., :slots]
+        order = None
+        if not in_order or position.shape[-1] > slots:
+            order = (kept["order"] if "order" in kept else text_order(position))[..., :slots]
         self._allocate(kept, order, slots)
         if self.format.packed:
             kept = kept | {name: kept[rows] for name, rows in zip(("keys", "values"), PACKED, strict=True)}

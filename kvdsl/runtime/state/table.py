@@ -35,7 +35,14 @@ class Table:
 
     def __init__(self, spec: PolicySpec, numbers: Tensor) -> None:
         self._spec = spec
+        self._moved: dict[torch.device, Tensor] = {}
         self.numbers = numbers
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the numbers on a device; the layers that have this table share them."""
+        if device not in self._moved:
+            self._moved[device] = self.numbers.to(device, non_blocking=True)
+        return self._moved[device]
 
     @cached_property
     def named(self) -> dict[str, Tensor]:

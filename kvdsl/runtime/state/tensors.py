@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.lifetimes import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 
 NOTHING = torch.empty(0)
@@ -160,9 +162,16 @@ def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
     """Gather slots, [batch, kv_heads, any], of a tensor by its name in `SLOT_DIM`."""
     dim = SLOT_DIM.get(name, 2)
     if tensor.dim() > dim + 1:
-        rows, heads = (torch.arange(n, device=order.device) for n in order.shape[:2])
-        return tensor[rows[:, None, None], heads[:, None], order]  # copies whole rows, twice the speed of a gather
+        rows, heads = _pairs(*order.shape[:2], order.device)
+        return tensor[rows, heads, order]  # copies whole rows, twice the speed of a gather
     return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
+
+
+@lru_cache
+def _pairs(rows: int, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the indices of rows, int64 [rows, 1, 1], and of heads, [heads, 1]."""
+    with plain_tensors():
+        return torch.arange(rows, device=device)[:, None, None], torch.arange(heads, device=device)[:, None]
 
 
 def with_rows(old: Tensor, dim: int, rows: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The generated `kernels_torch.py` has these functions if the policy needs them:
     fold(row: View), prune(slots: View) -> dict[str, Tensor]: new values of columns with these rules.
     place(new: NewTokens): compute the columns of new tokens, see `kvdsl.runtime.torch.tokens`.
     score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): rank and protect slots.
+    counts_protected(numbers): the most tokens that each `keep` line protects, if they may exceed the budget and the host knows them.
     weigh(slots: View) -> Tensor: the worth of a layer when layers share a budget.
     select(row: View) -> Tensor: a rank of slots for a decoded token, highest first.
     weight(row: View) -> Tensor: how many times each selected slot counts.

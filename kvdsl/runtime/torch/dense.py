@@ -6,6 +6,7 @@ infinite keys or values of masked slots turn the output into NaN (0 * inf). Thes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from math import isfinite
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvdsl.runtime.forward import read
 from kvdsl.runtime.torch.attention import scores, softmax
-from kvdsl.runtime.torch.prompt import Prompt
+from kvdsl.runtime.torch.prompt import FAR, Prompt
+from kvdsl.runtime.torch.tokens import text_of
 
 _BLOCK_BYTES = 32 << 20
 """Size of the probabilities of a block of queries."""
@@ -53,7 +56,7 @@ def is_coarse(x: Tensor) -> bool:
 
 
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
-    """Attend by fused kernels; None if there is none, or if a number is not finite (unless that check is deferred to `doubts`)."""
+    """Attend by fused kernels; None if there is none, or if a number is not finite (unless that check is deferred)."""
     if prompt.call.softcap is not None or prompt.call.slopes is not None:
         return None
     parts = []
@@ -64,44 +67,28 @@ def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
         parts.append(found)
     outs, lses = zip(*parts, strict=True)
     out, lse = (outs[0], lses[0]) if len(parts) == 1 else (torch.cat(outs), torch.cat(lses))
-    seen = (prompt.call.query, prompt.kept["keys"], prompt.kept["values"], lse)
-    total = torch.stack([_total(x) for x in seen if x.numel()]).sum()
-    if prompt.doubts is not None:
-        prompt.doubts.append(total)
-        return out, lse
-    return (out, lse) if isfinite(float(total)) else None
-
-
-def _total(x: Tensor) -> Tensor:
-    """Return a float32 scalar that is finite only if all of x is: the sum, in one pass without a temporary. In float16, where sums
-    overflow, the range.
-    """
-    if x.dtype == torch.float16:
-        low, high = x.aminmax()
-        return high.float() - low.float()
-    return x.sum().float()
+    seen = [x for x in (prompt.call.query, prompt.kept["keys"], prompt.kept["values"]) if x.numel()]
+    largest = [*torch._foreach_norm(seen, torch.inf, dtype=torch.float32), torch.linalg.vector_norm(lse, torch.inf)]
+    if prompt.later is None:
+        numbers = read(largest)
+        prompt.far = not numbers[-1] <= FAR
+        return (out, lse) if all(map(isfinite, numbers)) else None
+    prompt.far, limits = False, [sys.float_info.max] * len(largest)
+    if prompt.state.spec.reads_attention:
+        limits[-1] = FAR
+    prompt.later.doubts += zip(largest, limits, strict=True)
+    return out, lse
 
 
 def _alike(prompt: Prompt) -> Iterator[tuple[slice, slice | None]]:
     """Yield rows that one call can serve, and where their tokens lie among the new ones; None if padding interrupts them."""
     batch, begin = prompt.position.shape[0], 0
-    texts = [slice(0, prompt.tokens)] * batch if prompt.call.real is None else _texts(prompt.call.real)
+    texts = text_of(prompt.state, prompt.call).spans
     most = max(1, _ROWS_BYTES * batch // max(1, prompt.call.query.nbytes))
     for end in range(1, batch + 1):
         if end == batch or texts[end] is None or texts[end] != texts[begin] or end - begin == most:
             yield slice(begin, end), texts[begin]
             begin = end
-
-
-def _texts(real: Tensor) -> list[slice | None]:
-    """Return where each row's tokens lie; None if padding interrupts them.
-
-    Args:
-        real: bool [batch, tokens].
-    """
-    count, first, behind = real.sum(1), real.int().argmax(1), real.shape[1] - real.flip(1).int().argmax(1)
-    found = torch.stack([first, behind, count], 1).tolist()
-    return [None if n not in (0, end - begin) else slice(begin, begin + n) for begin, end, n in found]
 
 
 def _fused_rows(prompt: Prompt, rows: slice, text: slice | None) -> tuple[Tensor, Tensor] | None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError, warn
+from kvdsl.runtime.forward import Later
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.order import free
 from kvdsl.runtime.state.shared import Together
 from kvdsl.runtime.state.slots import SlotState
@@ -45,7 +47,7 @@ class Held:
         rows: bool [batch], the rows that may evict.
         evicts: whether this layer evicts in this phase.
         of_prompt: whether a prompt settles. Only then do layers share a budget.
-        warnings: collects a condition and a function that warns if it holds, until the host waits for the device; None: at once.
+        later: takes warnings until the host waits for the device; None: at once.
     """
 
     state: SlotState
@@ -55,7 +57,7 @@ class Held:
     rows: Tensor
     evicts: bool
     of_prompt: bool = False
-    warnings: list[tuple[Tensor, Callable[[], None]]] | None = None
+    later: Later | None = None
 
     @property
     def waits(self) -> bool:
@@ -144,18 +146,21 @@ def _fits(held: Held) -> bool:
     return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
 
 
-def known_to_stay(held: Held) -> tuple[int, int] | None:
-    """Return the fewest and the most tokens that KV heads keep of a prompt that is the whole text of every row without padding.
+def known_to_stay(held: Held, lengths: Tensor) -> tuple[int, int] | None:
+    """Return the fewest and the most tokens that KV heads keep of a prompt that is the whole text of every row.
 
     None if only the device knows, because budgets depend on the data or are shared.
+
+    Args:
+        lengths: the rows' tokens, int32 [batch] on the CPU.
     """
-    spec, (_, _, slots) = held.state.spec, held.position.shape
+    spec = held.state.spec
     if not held.evicts:
-        return slots, slots
+        return int(lengths.min()), int(lengths.max())
     if spec.measures or spec.across or spec.across_layers:
         return None
     numbers = held.state.settings.per_head(held.state.settings.table(held.numbers).numbers)
-    live = torch.full_like(numbers["capacity"], slots)
+    live = lengths.view(-1, 1, 1).to(torch.float64).expand(numbers["capacity"].shape)
     least, most = (live - overflow(live, numbers)).aminmax()
     return int(least), int(most)
 
@@ -368,8 +373,8 @@ def warn_of_protected(layers: Sequence[Held]) -> None:
     for held, count, room in zip(layers, counts, rooms, strict=False):
         over = (count > room) & held.rows[:, None]
         give = partial(_warn_too_many, held, over, count, room)
-        if held.warnings is not None:
-            held.warnings.append((over.any(), give))
+        if held.later is not None:
+            held.later.warnings.append((over.any(), give))
         elif bool(over.any()):
             give()
             return
@@ -385,11 +390,18 @@ def _warn_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> Non
 
 
 def _keeps_all(held: Held) -> bool:
-    """Whether the host knows that the budget keeps the whole prompt."""
-    spec = held.state.spec
-    if spec.measures or spec.hard_cap:
+    """Whether the host knows that the budget keeps the whole prompt, or all that is protected."""
+    spec, settings = held.state.spec, held.state.settings
+    if spec.measures:
         return False
-    return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
+    table = settings.table(held.numbers)
+    if not spec.hard_cap and held.position.shape[-1] <= table.least_capacity:
+        return True
+    if spec.across_layers or not hasattr(spec.torch_kernels, "counts_protected"):
+        return False
+    numbers = settings.per_head(table.numbers)
+    counts = [torch.as_tensor(count).clamp(min=0) for count in spec.torch_kernels.counts_protected(numbers)]
+    return bool((torch.stack(torch.broadcast_tensors(*counts)).sum(0) <= _room(spec, numbers)).all())
 
 
 def _protections(layers: Sequence[Held]) -> Iterator[tuple[Held, Protection]]:
@@ -412,14 +424,19 @@ def _noted(held: Held, protection: _Noted) -> _Noted:
 def _protected_and_kept(held: Held, protection: Protection) -> tuple[Tensor, Tensor]:
     """Return the numbers of protected tokens and of those that can stay, [batch, kv_heads] each; [batch, 1] where heads share a budget."""
     numbers = _measured(held, held.view(), held.state.settings.per_head(held.numbers))
-    room = numbers["capacity"].squeeze(-1)
-    if "max_drop" in numbers:
-        room = room + torch.where(numbers["max_drop"] > 0, numbers["slack"], 0.0).squeeze(-1)
     count = protection.mask.sum(-1)
-    room = (room - 1 if held.state.spec.hard_cap else room).expand(count.shape)
+    room = _room(held.state.spec, numbers).squeeze(-1).expand(count.shape)
     if held.state.spec.across or held.state.spec.across_layers:
         return count.sum(1, keepdim=True), room.sum(1, keepdim=True)
     return count, room
+
+
+def _room(spec: PolicySpec, numbers: dict[str, Tensor]) -> Tensor:
+    """Return how many tokens can stay, in the shape of the numbers."""
+    room = numbers["capacity"]
+    if "max_drop" in numbers:
+        room = room + torch.where(numbers["max_drop"] > 0, numbers["slack"], 0.0)
+    return room - 1 if spec.hard_cap else room
 
 
 def _too_many(held: Held, row: int, count: int, room: int) -> str:

@@ -6,15 +6,14 @@ query's log-sum-exp, only where the policy reads them. So memory is linear in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from math import isfinite
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.forward import Forward, Later
 from kvdsl.runtime.state.order import FREE, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import NOTHING, SLOT_DIM, taken
@@ -22,7 +21,7 @@ from kvdsl.runtime.torch import dense, eviction, selection, statistics
 from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Kept, Prompt
-from kvdsl.runtime.torch.tokens import known_lengths, new_positions, place, seen_before
+from kvdsl.runtime.torch.tokens import NewText, place, text_of
 from kvdsl.runtime.torch.view import row_view
 
 Attend = Callable[[Prompt], Tensor]
@@ -46,8 +45,8 @@ def prefill(
 ) -> Tensor:
     """Attend causally over cached and new tokens, observe every query, and settle at the end of the prompt or of each block.
 
-    Checks that wait for the device come last, so that a GPU stays busy. If they find numbers that are not finite, the prompt is computed
-    again without deferred checks.
+    The first prompt's checks that wait for the device come last, at the end of `call.forward` if it has a `later`, so that a GPU stays
+    busy. If they find numbers that are not finite, the prompt is computed again without deferred checks.
 
     Args:
         kernel: settles where it can.
@@ -55,40 +54,16 @@ def prefill(
     Returns:
         [batch, tokens, query_heads, value_dim].
     """
-    if state.allocated or state.together is not None or state.choices is not None:
-        return _prefill(state, call, attend, kernel)
-    later = Later([], [])
+    forward = call.forward or Forward()
+    call, later = call._replace(forward=forward), forward.later
+    if later is not None or state.allocated or state.together is not None or state.choices is not None:
+        return _prefill(state, call, attend, kernel, later)
+    later = Later()
     out = _prefill(state, call, attend, kernel, later)
-    conditions, given = zip(*later.warnings, strict=True) if later.warnings else ((), ())
-    numbers = _all_finite([*later.doubts, *conditions])
-    if numbers is not None:
-        for holds, give in zip(numbers[len(later.doubts) :], given, strict=True):
-            if holds:
-                give()
+    if later.is_right():
         return out
-    expected, tensors = state.expected, state.tensors()
-    state.reset()  # drops the prompt; `lay_into` keeps the tensors for reuse
-    state.expected = expected
-    state.lay_into(tensors)
+    state.begin_again()
     return _prefill(state, call, attend, kernel)
-
-
-def _all_finite(found: Sequence[Tensor]) -> list[float] | None:
-    """Return scalars as Python floats, waiting for the device once; None if one is not finite."""
-    numbers = torch.stack([x.float() for x in found]).tolist() if found else []
-    return numbers if all(map(isfinite, numbers)) else None
-
-
-class Later(NamedTuple):
-    """Checks deferred to the end of a prompt.
-
-    Attributes:
-        doubts: see `Prompt`.
-        warnings: see `Held`.
-    """
-
-    doubts: list[Tensor]
-    warnings: list[tuple[Tensor, Callable[[], None]]]
 
 
 def _prefill(
@@ -97,23 +72,21 @@ def _prefill(
     """Compute a prompt. With `later`, checks are deferred to it."""
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     _read_constants(state, call)
-    position = new_positions(state, call)
-    before = seen_before(state, call)
-    seen = before + (position >= 0).sum(1, dtype=torch.int32)
-    numbers = state.resolve_after(seen, known_lengths(state, call))
+    text = text_of(state, call)
+    position, seen = text.position, text.seen
+    numbers = state.resolve_after(seen, text.lengths, all_come=text.all_come)
     state.column_index.size_rings(state.settings, numbers, state.numbers if state.allocated else None)
     # Errors come before this point, so that a refused prompt leaves nothing for the next one.
     if state.spec.reads_text:
         state.text.append((call.query, position))
     if state.spec.remembers_prompts and state.prompt_from is None:
-        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which changes
+        state.prompt_from = text.before.view(-1, 1, 1)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
-        return _in_blocks(state, call, position, seen, numbers, attend, kernel)
-    doubts, warnings = (None, None) if later is None else later
-    kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
+        return _in_blocks(state, call, text, numbers, attend, kernel)
+    kept, out = _encode(state, call, _cached(state), position, numbers, attend, later)
     evicts = _evicts(state, numbers) and not call.goes_on
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, warnings=warnings)
-    staying = None if known_lengths(state, call) is None else eviction.known_to_stay(held)
+    held = Held(state, kept, numbers, text.newest, text.come, evicts, of_prompt=True, later=later)
+    staying = eviction.known_to_stay(held, text.lengths) if text.is_first else None
     if call.goes_on:
         state.store(kept, seen, numbers, staying)
         return out
@@ -130,15 +103,14 @@ def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor, stayin
 
 
 def _in_blocks(
-    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, attend: Attend,
-    kernel: eviction.Kernel,
-) -> Tensor:  # fmt: skip
+    state: SlotState, call: AttentionCall, text: NewText, numbers: Tensor, attend: Attend, kernel: eviction.Kernel
+) -> Tensor:
     """Settle each row at multiples of the block size of its text, however the prompt is split into forwards."""
     size = state.settings.of_rows(numbers, "prefill_block").long()
     batch, query_heads, tokens, _ = call.query.shape
     kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
-    for chosen, real in _blocks(new_position, seen_before(state, call), size):
-        position = new_position.gather(1, chosen).masked_fill(~real, FREE)
+    for chosen, real in _blocks(text.position, text.before, size):
+        position = text.position.gather(1, chosen).masked_fill(~real, FREE)
         kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, attend)
         newest = position.amax(1)
         whole = real.any(1) & ((newest + 1) % size == 0)
@@ -149,9 +121,9 @@ def _in_blocks(
         out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # each token once, so order does not matter
     assert kept is not None
     if call.goes_on:
-        state.store(kept, seen, numbers)
+        state.store(kept, text.seen, numbers)
     else:
-        _settled(state, kept, seen, numbers)
+        _settled(state, kept, text.seen, numbers)
     return out
 
 
@@ -198,7 +170,8 @@ def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
     supplied = call.supplied
     if supplied is not None:
         supplied = supplied.gather(3, tokens[None, :, None].expand(*supplied.shape[:3], -1))
-    return call._replace(query=query, key=key, value=value, real=None if bool(real.all()) else real, supplied=supplied)
+    real_or_none = None if bool(real.all()) else real
+    return call._replace(query=query, key=key, value=value, real=real_or_none, supplied=supplied, forward=Forward())
 
 
 def _survivors(kept: Kept) -> Kept:
@@ -213,11 +186,11 @@ def _survivors(kept: Kept) -> Kept:
 
 def _encode(
     state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, attend: Attend,
-    doubts: list[Tensor] | None = None,
+    later: Later | None = None,
 ) -> tuple[Kept, Tensor]:  # fmt: skip
     """Attend over cached and new tokens, and observe. Returns the slots, the new ones included, and the output."""
     kept = _with_new(state, call, kept, position)
-    prompt = Prompt(state, call, kept, position, numbers, doubts)
+    prompt = Prompt(state, call, kept, position, numbers, later)
     out = attend(prompt)
     if state.spec.sketches:
         _sketch_last_query(state, call, kept, position, numbers)
@@ -255,7 +228,7 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
     if rows:
         call = call._replace(key=state.format.keys(rows["key_rows"]), value=state.format.values(rows["value_rows"]))
     place(state, call, columns)
-    position = new_position[:, None].expand(batch, heads, tokens).contiguous()
+    position = new_position[:, None].repeat(1, heads, 1)  # a copy even for one head: other layers read the positions
     new = {"keys": call.key, "values": call.value, "position": position, "columns": columns} | rows
     if kept is None:
         return new

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.backend import AttentionCall
+from kvdsl.runtime.forward import Later
 from kvdsl.runtime.lifetimes import once
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.attention import bias_of, distances, rank_of, turned_keys, turned_queries
@@ -17,8 +18,11 @@ from kvdsl.runtime.torch.view import View, row_view, visible_slots
 Kept = dict[str, Tensor]
 """`keys`, `values`, `position` and `columns` over any number of slots."""
 
+FAR = 4096.0
+"""Log-sum-exps further from 0 are rounded by more than 2e-4. Probabilities recomputed from them and from logits as large would be wrong."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Prompt:
     """The data for attention over a prompt and for its observation.
 
@@ -28,7 +32,8 @@ class Prompt:
         kept: the slots, the new tokens' included.
         position: int32 [batch, tokens], the new tokens' positions in the text, FREE for padding.
         numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
-        doubts: collects scalars that must be finite for the result to be right, to be checked later; None to check at once.
+        later: takes checks that are deferred; None to check at once.
+        far: whether a log-sum-exp is NaN or further from 0 than FAR; None if not checked. With `later` it is assumed not to be.
     """
 
     state: SlotState
@@ -36,7 +41,8 @@ class Prompt:
     kept: Kept
     position: Tensor
     numbers: Tensor
-    doubts: list[Tensor] | None = None
+    later: Later | None = None
+    far: bool | None = None
 
     @property
     def tokens(self) -> int:

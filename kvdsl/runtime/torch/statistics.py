@@ -13,16 +13,13 @@ from torch import Tensor
 
 from kvdsl.runtime.torch import columns
 from kvdsl.runtime.torch.attention import scores, softmax
-from kvdsl.runtime.torch.prompt import Prompt
-from kvdsl.runtime.torch.tokens import known_lengths
+from kvdsl.runtime.torch.prompt import FAR, Prompt
+from kvdsl.runtime.torch.tokens import text_of
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
 """Size of a block of probabilities. On a CPU it should fit the cache."""
 
 _DEFAULT_BLOCK_BYTES = 64 << 20
-
-FAR = 4096.0
-"""Log-sum-exps further from 0 are rounded by more than 2e-4. Probabilities recomputed from them and from logits as large would be wrong."""
 
 
 def observe(prompt: Prompt, lse: Tensor) -> None:
@@ -49,16 +46,17 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
 
 
 def is_far(prompt: Prompt, lse: Tensor) -> bool:
-    """Whether a query's log-sum-exp is NaN or too far from 0 to recompute probabilities. With `prompt.doubts` the check is deferred.
+    """Whether a query's log-sum-exp is NaN or too far from 0 to recompute probabilities; see `Prompt.far`.
 
     Args:
         lse: as in `observe`.
     """
-    furthest = lse.masked_fill(prompt.position[:, None, None] < 0, 0.0).abs().amax()
-    if prompt.doubts is None:
-        return not float(furthest) <= FAR
-    prompt.doubts.append(torch.where(furthest <= FAR, 0.0, torch.inf))
-    return False
+    if prompt.far is None:
+        furthest = lse.masked_fill(prompt.position[:, None, None] < 0, 0.0).abs().amax()
+        if prompt.later is not None:
+            prompt.later.doubts.append((furthest, FAR))
+        prompt.far = prompt.later is None and not float(furthest) <= FAR
+    return prompt.far
 
 
 def first_query(prompt: Prompt) -> int:
@@ -70,14 +68,12 @@ def first_query(prompt: Prompt) -> int:
     rules = set(spec.column_rules) - {"token", "prune"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0
-    position, numbers = prompt.position, prompt.numbers
-    if known_lengths(prompt.state, prompt.call) is not None:  # avoids waiting for the device
-        position, numbers = torch.arange(prompt.tokens)[None], settings.table(numbers).numbers
-    wanted = torch.ones(len(numbers), dtype=torch.float64, device=numbers.device)
+    real, numbers = text_of(prompt.state, prompt.call).real_here, settings.table(prompt.numbers).numbers
+    wanted = torch.ones(len(numbers), dtype=torch.float64)
     for _, size in spec.rings:
         wanted = torch.maximum(wanted, settings.of_rows(numbers, size))
-    newest = position.amax(1, keepdim=True)
-    known = (position > newest - wanted[:, None]) & (position >= 0)
+    place = real.cumsum(1)
+    known = (place > place[:, -1:] - wanted[:, None]) & real
     return int(known.any(0).int().argmax())
 
 

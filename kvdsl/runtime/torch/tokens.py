@@ -26,19 +26,63 @@ def seen_before(state: SlotState, call: AttentionCall) -> Tensor:
     return state.seen if state.allocated else call.key.new_zeros(call.key.shape[0]).int()
 
 
-def known_lengths(state: SlotState, call: AttentionCall) -> Tensor | None:
-    """Return each row's tokens including the call's, int32 [batch] on the CPU; None if only the device knows."""
-    if state.allocated or call.real is not None:
-        return None
-    batch, _, tokens, _ = call.key.shape
-    return torch.full((batch,), tokens, dtype=torch.int32)
+def text_of(state: SlotState, call: AttentionCall) -> NewText:
+    """Return where a prompt's new tokens lie in the rows' texts; the layers of a forward share it."""
+    return call.once(("text", call.key.device), call.real, lambda: NewText(state, call))
+
+
+class NewText:
+    """Where the new tokens of a prompt lie in the rows' texts.
+
+    Attributes:
+        real: bool [batch, tokens], or None without padding.
+        before: each row's tokens before, int32 [batch].
+        position: int32 [batch, tokens], FREE for padding.
+        seen: each row's tokens including the new ones, int32 [batch].
+        newest: the position of the row's newest token, int32 [batch].
+        come: bool [batch], the rows with new tokens.
+        is_first: whether nothing is cached.
+    """
+
+    def __init__(self, state: SlotState, call: AttentionCall) -> None:
+        self.real, self.is_first = call.real, not state.allocated
+        self.before = seen_before(state, call).clone()  # the first layer's, which changes
+        self.position = new_positions(state, call)
+        self.seen = self.before + (self.position >= 0).sum(1, dtype=torch.int32)
+        self.newest = self.seen - 1
+        self.come = self.seen > self.before
+
+    @property
+    def all_come(self) -> bool:
+        """Whether every row has new tokens."""
+        return self.real is None or bool(self.real_here.any(1).all())
+
+    @once
+    def real_here(self) -> Tensor:
+        """`real` on the CPU."""
+        batch, tokens = self.position.shape
+        return torch.ones(batch, tokens, dtype=torch.bool) if self.real is None else self.real.cpu()
+
+    @once
+    def lengths(self) -> Tensor:
+        """`seen` on the CPU."""
+        count = self.real_here.sum(1, dtype=torch.int32)
+        return count if self.is_first else count + self.before.cpu()
+
+    @once
+    def spans(self) -> list[slice | None]:
+        """Where each row's tokens lie among the new ones; None if padding interrupts them."""
+        real = self.real_here
+        first, behind = real.int().argmax(1), real.shape[1] - real.flip(1).int().argmax(1)
+        found = zip(first.tolist(), behind.tolist(), real.sum(1).tolist(), strict=True)
+        return [None if n not in (0, end - begin) else slice(begin, begin + n) for begin, end, n in found]
 
 
 def new_positions(state: SlotState, call: AttentionCall) -> Tensor:
     """Return the new tokens' positions, int32 [batch, tokens], FREE for padding."""
-    batch, tokens, before = call.key.shape[0], call.key.shape[2], seen_before(state, call)
+    tokens, before = call.key.shape[2], seen_before(state, call)
     if call.real is None:
-        return (before[:, None] + torch.arange(tokens, dtype=torch.int32, device=before.device)).expand(batch, tokens)
+        return before[:, None] + torch.arange(tokens, dtype=torch.int32, device=before.device)
     position = before[:, None] + call.real.cumsum(1).int() - 1
     return position.masked_fill(~call.real, FREE).int()
 

@@ -539,6 +539,7 @@ def settle_prompt(
     ring_rows,
     work,
     kept,
+    text_order,  # [B, H, N] int64, output: slots that hold a token, then free ones
     newest,  # [B] int32: position of the row's last token
     real,  # [B] bool: whether the row has tokens
     numbers,
@@ -555,12 +556,10 @@ def settle_prompt(
     SCORES: tl.constexpr,
     TOPS: tl.constexpr,
 ):
-    """Evict after a prompt, which covers all rows of its cache; the grid is (H, B)."""
+    """Evict after a prompt, which covers all rows of its cache, and tell which slots stay; the grid is (H, B)."""
     head, row = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)
-    if tl.load(real + row) == 0:
-        return
     now = tl.load(newest + row)
     position += pair * slots
     work += pair * SCORES * slots
@@ -572,17 +571,18 @@ def settle_prompt(
     live = evicting.tokens_held(position, slots, BLOCK)
     budget, trigger, slack, max_drop = overflow(own_numbers, now, live)
     leaving = evicting.overflow(live, budget, trigger, slack, max_drop)
-    if leaving == 0:
-        return
-    n_first, n_last = ends(own_numbers, now, live)
-    first = evicting.first_protected(position, slots, now, live, n_first, BLOCK)
-    last = evicting.last_protected(position, slots, now, live, n_last, BLOCK)
-    lowest, where, _ = rank_slots(
-        own_numbers, own_columns, column_stride, position, work, kept, None, None, None, None, constants, row, pair,
-        head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
-        False, True, 1, 1, False, 0, "model", "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
-    )  # fmt: skip
-    tl.debug_barrier()
-    _, victim = evicting.leaves_first(lowest, where)
-    protected = tops(own_numbers, now, live) if TOPS > 0 else ()
-    evicting.evict(position, work, kept, slots, leaving, victim, protected, TOPS, BLOCK)
+    if (leaving > 0) & (tl.load(real + row) != 0):
+        n_first, n_last = ends(own_numbers, now, live)
+        first = evicting.first_protected(position, slots, now, live, n_first, BLOCK)
+        last = evicting.last_protected(position, slots, now, live, n_last, BLOCK)
+        lowest, where, _ = rank_slots(
+            own_numbers, own_columns, column_stride, position, work, kept, None, None, None, None, constants, row, pair,
+            head, heads, None, 0, 0, None, 0, slots, slots, now, live, first, last, window, random_key,
+            False, True, 1, 1, False, 0, "model", "model", D, D, D, D, BLOCK, TILE, TILE, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
+        _, victim = evicting.leaves_first(lowest, where)
+        protected = tops(own_numbers, now, live) if TOPS > 0 else ()
+        evicting.evict(position, work, kept, slots, leaving, victim, protected, TOPS, BLOCK)
+        tl.debug_barrier()
+    evicting.put_in_order(position, text_order + pair * slots, slots, BLOCK)
