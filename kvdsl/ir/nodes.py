@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
 from kvdsl.ir import ops
+from kvdsl.ir.keeps import KEEPS, KeepRow
 from kvdsl.ir.ops import Axis as Axis
 from kvdsl.tensorfile import AXES
 
@@ -55,11 +56,11 @@ else:
 
 
 def _row_of(table: Container[str]) -> AfterValidator:
-    """Validate that a name is in one of the tables of `kvdsl.ir.ops`."""
+    """Validate that a name is in one of the tables of `kvdsl.ir.ops` or `keeps`."""
 
     def known(name: str) -> str:
         if name not in table:
-            raise ValueError(f"there is no `{name}` in kvdsl.ir.ops")
+            raise ValueError(f"there is no `{name}` in kvdsl.ir")
         return name
 
     return AfterValidator(known)
@@ -332,11 +333,16 @@ class Given(Node):
 
 
 class Keep(Node):
-    """Tokens to protect: the first or last `count`, the top `count` by `by`, or those where `by` holds."""
+    """Tokens to protect, by a form of `keep`; `count` or `by` is None if the form has none."""
 
-    scope: Literal["first", "last", "top", "where"]
+    scope: Annotated[str, _row_of(KEEPS)]
     count: Expr | None = None
     by: Expr | None = None
+
+    @property
+    def row(self) -> KeepRow:
+        """The row of its form."""
+        return KEEPS[self.scope]
 
 
 class Select(Node):
