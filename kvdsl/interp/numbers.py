@@ -11,6 +11,7 @@ from typing import Any
 from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number, some
 from kvdsl.interp.inputs import NO_TENSORS, Tensors, rows_of
+from kvdsl.ir.keeps import ENDS
 from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
 
 Value = Callable[[Expr | None, float], float]
@@ -142,7 +143,7 @@ def resolve(
     evicts, sketch, layers_share = policy.layers, policy.sketch, policy.across_layers
     pool = layers_share if policy.one_pool else None
     floor_ratio = value(policy.across if pool is None else pool.floor, 0)
-    at_ends = 0.0 if layers_share is None else most("first") + most("last")
+    at_ends = 0.0 if layers_share is None else sum(map(most, ENDS))
     select, chooser = _selection(policy.select, value, layer)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},

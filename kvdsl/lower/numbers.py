@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvdsl.budget import offers_ratio
+from kvdsl.ir.keeps import ENDS
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
 from kvdsl.ir.ops import POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
@@ -216,16 +217,20 @@ def _decays(policy: Policy) -> Iterator[Fragment]:
 
 
 def _fits(policy: Policy) -> Iterator[Fragment]:
-    """Check that `keep first` and `keep last` leave room for a candidate. Keeps of one kind overlap."""
-    static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
+    """Check that `keep first` and `keep last` leave room for a candidate."""
+    static = [keep for keep in policy.keeps if keep.row.place]
     if not static:
         return
-    first, last = (_largest(keep.count for keep in static if keep.scope == scope) for scope in ("first", "last"))
     keeps = Fragment(json.dumps(", ".join(print_keep(keep) for keep in static)))
     if policy.budget:
-        yield fragment("given.check_fits({}, {}, {}, {})", first, last, _inside(_CAPACITY, policy.layers), keeps)
+        yield fragment("given.check_fits({}, {}, {}, {})", *_at_ends(policy), _inside(_CAPACITY, policy.layers), keeps)
     if policy.select:
-        yield fragment("given.check_fits({}, {}, select, {}, selected=True)", first, last, keeps)
+        yield fragment("given.check_fits({}, {}, select, {}, selected=True)", *_at_ends(policy), keeps)
+
+
+def _at_ends(policy: Policy) -> list[Fragment]:
+    """Print the number of protected tokens at each end. Keeps of one kind overlap."""
+    return [_largest(keep.count for keep in policy.keeps if keep.scope == end) for end in ENDS]
 
 
 def _largest(counts: Iterable[Expr | None]) -> Fragment:
@@ -270,9 +275,8 @@ def _floors(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     if policy.one_pool and layers is not None:
         yield "floor", fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
     elif layers is not None:
-        kept = (_largest(keep.count for keep in policy.keeps if keep.scope == scope) for scope in ("first", "last"))
         share = fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
-        yield "layer_floor", fragment("given.largest({}, {} + {})", share, *kept)
+        yield "layer_floor", fragment("given.largest({}, {} + {})", share, *_at_ends(policy))
         if policy.across:
             yield "head_floor", fragment("given.rate({})", _RESOLVE(policy.across))
     elif policy.across:

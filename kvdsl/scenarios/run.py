@@ -16,6 +16,7 @@ from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.step import Step
 from kvdsl.interp.text import Text
+from kvdsl.ir.keeps import ENDS
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.fold import value_of
 from kvdsl.scenarios.check import Scenario
@@ -336,9 +337,9 @@ def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
 def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
     if policy.sketch is not None and numbers.sketch_dims > key_dim:
         return f"the sketch has {numbers.sketch_dims:g} dims, but the vectors have {key_dim}"
-    first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))
-    if first + last > numbers.budget:
-        return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
+    kept = sum(_protects(policy, end, numbers) for end in ENDS)
+    if kept > numbers.budget:
+        return f"{kept:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
     if numbers.takes_over:
         chooser = numbers.chooser
         return f"layer {numbers.layer} uses the selection of layer {chooser}, but a test runs one layer: `set layer = {chooser}`"

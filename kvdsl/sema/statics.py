@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import add, instead, offer
+from kvdsl.ir.keeps import ENDS, KEEPS
 from kvdsl.ir.nodes import Expr
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
@@ -129,7 +130,7 @@ class Statics:
         keeps = list(keeps)
         self._warn_of_shares(keeps)
         sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
-        always = [one for one in sized if one[0] != "top"]
+        always = [one for one in sized if one[0] in ENDS]
         for name, role, bound in (
             ("budget", "the budget is", sized),
             ("select.count", "the number of selected tokens is", always),
@@ -154,8 +155,8 @@ class Statics:
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
         """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
         narrowest = self._narrowest(budget.expr)
-        most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in ("top", "first", "last")}
-        needed = max(most["top"], most["first"] + most["last"])
+        most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in KEEPS}
+        needed = max(sum(most[end] for end in ENDS), *most.values())
         if narrowest is None or needed <= narrowest[0]:
             return
         limit, layer = narrowest
@@ -188,7 +189,7 @@ class Statics:
         return None if value is None else math.floor(value)
 
     def _check_keeps(self, sized: list[tuple[str, int, Span]], limit: int, at: Label, role: str) -> None:
-        for scope in ("top", "first", "last"):
+        for scope in sorted(KEEPS, key=ENDS.__contains__):
             for size, span in [(size, span) for other, size, span in sized if other == scope]:
                 if size > limit:
                     text = f"`{span.quoted()}` protects {print_number(float(size))} tokens"

@@ -14,6 +14,7 @@ from kvdsl.compiler import analyse
 from kvdsl.diagnostics import Sink
 from kvdsl.files import read_resource
 from kvdsl.ir import ops
+from kvdsl.ir.keeps import KEEPS
 from kvdsl.ir.printer import print_policy
 from kvdsl.lang import MisusedError, age, attn, dot, k, mean, name, position, q, v
 from kvdsl.lang.policies import Draft
@@ -190,11 +191,10 @@ def test_every_statement_is_there_and_every_clause() -> None:
     made = {node.data for node in tree.iter_subtrees()}
     plain = re.search(r"\?plain:(.*?)\n\n", read_resource("grammar", "kv.lark"), re.DOTALL)
     assert plain is not None
-    assert {*re.findall(r"\w+", plain[1])} - {*GONE, "keep_end"} <= made
+    assert {*re.findall(r"\w+", plain[1])} - {*GONE, "keep"} <= made
     assert {
         "input_file",
-        "keep_first",
-        "keep_last",
+        *(f"keep_{form}" for form in KEEPS),
         "choosing",
         "range",
         "across",
