@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from kvdsl.files import read_resource
 from kvdsl.ir import ops
-from kvdsl.ir.keeps import KEEPS
 from kvdsl.syntax.nodes import AXES, WORDS
 
 _SPAN = "whether a token lies in a part of the text that the caller marks: `cache.mark`"
@@ -37,7 +36,7 @@ STATEMENTS = {
         "",
     ),
     "score": ("one number per slot; the lowest is evicted first", ""),
-    **{f"keep_{row.name}": (row.doc, "") for row in KEEPS.values()},
+    **{f"keep_{row.name}": (row.doc, "") for row in ops.KEEPS.values()},
     "keep_nothing": ("`override keep` removes the inherited ones", ""),
     "victims": ("heads or layers that share their victims: scores are averaged over them", ""),
     "trigger": ("prune only once live - budget reaches this, floored but at least 1; 0 never", "1"),

@@ -7,9 +7,8 @@ from typing import Any
 
 from kvdsl.diagnostics import listed
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
-from kvdsl.ir.keeps import ENDS, KEEPS
 from kvdsl.ir.nodes import Call, Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor
-from kvdsl.ir.ops import INPUTS, RULES
+from kvdsl.ir.ops import ENDS, INPUTS, KEEPS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import has, parts_of, walk
 

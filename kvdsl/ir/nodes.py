@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
 from kvdsl.ir import ops
-from kvdsl.ir.keeps import KEEPS, KeepRow
 from kvdsl.ir.ops import Axis as Axis
+from kvdsl.ir.ops import KeepRow
 from kvdsl.tensorfile import AXES
 
 
@@ -56,11 +56,11 @@ else:
 
 
 def _row_of(table: Container[str]) -> AfterValidator:
-    """Validate that a name is in one of the tables of `kvdsl.ir.ops` or `keeps`."""
+    """Validate that a name is in one of the tables of `kvdsl.ir.ops`."""
 
     def known(name: str) -> str:
         if name not in table:
-            raise ValueError(f"there is no `{name}` in kvdsl.ir")
+            raise ValueError(f"there is no `{name}` in kvdsl.ir.ops")
         return name
 
     return AfterValidator(known)
@@ -335,14 +335,14 @@ class Given(Node):
 class Keep(Node):
     """Tokens to protect, by a form of `keep`; `count` or `by` is None if the form has none."""
 
-    scope: Annotated[str, _row_of(KEEPS)]
+    scope: Annotated[str, _row_of(ops.KEEPS)]
     count: Expr | None = None
     by: Expr | None = None
 
     @property
     def row(self) -> KeepRow:
         """The row of its form."""
-        return KEEPS[self.scope]
+        return ops.KEEPS[self.scope]
 
 
 class Select(Node):

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvdsl.budget import offers_ratio
-from kvdsl.ir.keeps import ENDS
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
-from kvdsl.ir.ops import POOLS
+from kvdsl.ir.ops import ENDS, POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import has, parts_of, reads, walk
 from kvdsl.lower.expression import Fragment, fragment, names_of, size_of, spelled, texts, uses_of

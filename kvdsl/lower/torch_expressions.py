@@ -11,9 +11,8 @@ from copy import copy
 from types import MappingProxyType
 from typing import ClassVar
 
-from kvdsl.ir.keeps import KEEPS
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Rank, Reduce, TensorRef, call, is_call
-from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, RANGES, REDUCTIONS, TABLED, functions_of
+from kvdsl.ir.ops import INPUTS, KEEPS, OF_QUERY_HEADS, POOLS, RANGES, REDUCTIONS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import axes_of, has, of_query_heads
 from kvdsl.lower.expression import (

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from kvdsl.ir.keeps import ENDS
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input
+from kvdsl.ir.ops import ENDS
 from kvdsl.ir.visitors import mapped, reads
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, fragment, names_of, spelled, texts, uses_of, whole
 from kvdsl.lower.step import START, Eviction, Protection, Step, for_target

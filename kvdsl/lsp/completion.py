@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from lsprotocol import types as lsp
 
-from kvdsl.ir.keeps import ENDS
-from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
+from kvdsl.ir.ops import ENDS, INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
 from kvdsl.lsp import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, listed, nearest
 from kvdsl.helps import Help, leave_out, offer, prefix
-from kvdsl.ir.keeps import KEEPS
+from kvdsl.ir.ops import KEEPS
 from kvdsl.sema.editions import override_of
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name

@@ -9,7 +9,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import both, offer
 from kvdsl.ir import nodes as ir
-from kvdsl.ir.keeps import KEEPS
+from kvdsl.ir.ops import KEEPS
 from kvdsl.sema.budget import Budget
 from kvdsl.sema.needs import SELECTED, is_measured, looks_back, reads_data, reads_heads, selects, sketches
 from kvdsl.sema.parts import RANKS, SCORE, WEIGHS, CheckedKeep, Fields, Parts

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import add, instead, offer
-from kvdsl.ir.keeps import ENDS, KEEPS
 from kvdsl.ir.nodes import Expr
+from kvdsl.ir.ops import ENDS, KEEPS
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import some, value_of
@@ -156,7 +156,7 @@ class Statics:
         """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
         narrowest = self._narrowest(budget.expr)
         most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in KEEPS}
-        needed = max(sum(most[end] for end in ENDS), *most.values())
+        needed = max(sum(most[end] for end in ENDS), *(most[form] for form in KEEPS.keys() - ENDS))
         if narrowest is None or needed <= narrowest[0]:
             return
         limit, layer = narrowest

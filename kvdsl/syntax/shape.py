@@ -11,7 +11,7 @@ from lark import Token, Tree
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
 from kvdsl.helps import instead, offer
-from kvdsl.ir.keeps import KEEPS
+from kvdsl.ir.ops import KEEPS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING, Parsed, parse

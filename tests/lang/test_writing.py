@@ -14,7 +14,6 @@ from kvdsl.compiler import analyse
 from kvdsl.diagnostics import Sink
 from kvdsl.files import read_resource
 from kvdsl.ir import ops
-from kvdsl.ir.keeps import KEEPS
 from kvdsl.ir.printer import print_policy
 from kvdsl.lang import MisusedError, age, attn, dot, k, mean, name, position, q, v
 from kvdsl.lang.policies import Draft
@@ -194,7 +193,7 @@ def test_every_statement_is_there_and_every_clause() -> None:
     assert {*re.findall(r"\w+", plain[1])} - {*GONE, "keep"} <= made
     assert {
         "input_file",
-        *(f"keep_{form}" for form in KEEPS),
+        *(f"keep_{form}" for form in ops.KEEPS),
         "choosing",
         "range",
         "across",
