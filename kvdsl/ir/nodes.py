@@ -474,6 +474,16 @@ class Policy(Node):
     prefill_block: Expr | None = None
     columns: tuple[Column, ...] = ()
 
+    def statements(self) -> Iterator[tuple[str, Expr]]:
+        """Yield each expression that ranks, marks or counts tokens or dims, with its statement as `explain` names it."""
+        found = [("budget", self.measured), ("score", self.score)]
+        found += [(f"keep {keep.scope}", keep.by) for keep in self.keeps]
+        found += [] if self.across_layers is None else [("across layers", self.across_layers.by)]
+        if self.select is not None:
+            found += [("select", self.select.by), ("select", self.select.measured), ("weight", self.select.weight)]
+        found += [] if self.sketch is None else [("sketch", self.sketch.by)]
+        yield from ((name, expr) for name, expr in found if expr is not None)
+
     @property
     def one_pool(self) -> bool:
         """Whether all layers and heads compete for one pool of slots."""
@@ -509,10 +519,8 @@ class Policy(Node):
     @property
     def rotates(self) -> bool:
         """Whether an expression reads the model's rotation."""
-        by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
-        by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
-        by += [] if self.select is None else [self.select.measured, self.select.weight]
-        return any(is_call(part, "turn", "ahead", "pairs") for expr in by if expr is not None for part in walk(expr))
+        exprs = [*(expr for _, expr in self.statements()), *(column.body for column in self.columns)]
+        return any(is_call(part, "turn", "ahead", "pairs") for expr in exprs for part in walk(expr))
 
     @property
     def remembers_prompts(self) -> bool:

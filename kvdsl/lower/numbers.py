@@ -288,19 +288,12 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
         yield column.body
         if column.decay is not None:
             yield column.decay
-    for keep in policy.keeps:
-        yield from (expr for expr in (keep.count, keep.by) if expr is not None)
-    yield from (part.by for part in (policy.select, policy.sketch) if part is not None)
+    yield from (keep.count for keep in policy.keeps if keep.count is not None)
+    yield from (expr for _, expr in policy.statements())
     if policy.select is not None and policy.select.measured is not None:
-        yield from (policy.select.measured, *_ends(policy.select))
-    if policy.select is not None and policy.select.weight is not None:
-        yield policy.select.weight
+        yield from _ends(policy.select)
     if policy.measured is not None:
-        yield from (policy.measured, *_ends(policy.layers))
-    if policy.score is not None:
-        yield policy.score
-    if policy.across_layers is not None and policy.across_layers.by is not None:
-        yield policy.across_layers.by
+        yield from _ends(policy.layers)
 
 
 def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:
