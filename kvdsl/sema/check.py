@@ -171,7 +171,7 @@ class Checker:
         for number in [*self.expressions.bounded, *parts.bounded]:
             statics.check_bounds(number)
         statics.check_layers(parts.exprs)
-        keeps = [(keep.ir.scope, keep.count.expr, keep.span) for keep in parts.keeps if keep.count is not None]
+        keeps = [(keep.ir.scope, keep.count, keep.span) for keep in parts.keeps if keep.count is not None]
         statics.check_keeps(keeps, parts.exprs)
         if not self.sink.failed():
             Protected(self.sink, parts, statics.known, grows=bool(self.flat.settings.get("budget"))).check()

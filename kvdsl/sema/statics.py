@@ -53,7 +53,7 @@ _LAYERS = 32
 _MOST_TOKENS = 2**24
 """The largest budget to propose."""
 
-Keep = tuple[str, Expr, Span]
+Keep = tuple[str, Part, Span]
 """A scope, its count, and the place of the `keep`."""
 
 
@@ -129,7 +129,7 @@ class Statics:
         """Report keeps that protect more tokens than the budget holds, or first and last tokens than are selected."""
         keeps = list(keeps)
         self._warn_of_shares(keeps)
-        sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
+        sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count.expr)) is not None]
         always = [one for one in sized if one[0] in ENDS]
         for name, role, bound in (
             ("budget", "the budget is", sized),
@@ -144,13 +144,13 @@ class Statics:
     def _warn_of_shares(self, keeps: Iterable[Keep]) -> None:
         """Warn of keeps of less than one token, which protect none."""
         for scope, count, span in keeps:
-            value = value_of(count, self.known)
+            value = self.value(count)
             if value is not None and 0 < value < 1:
                 default = ", so not even the newest one is protected" if scope == "last" else ""
                 message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
-                new = f"keep {scope} {print_number(value)} * budget"
-                share = instead(f"a ratio of the budget is written `{print_number(value)} * budget`", new)
-                self._no_effect(span, message, share if count.kind == "number" else None)
+                ratio = f"{print_number(value)} * budget"
+                share = instead(f"a ratio of the budget is written `{ratio}`", ratio, count.span)
+                self._no_effect(span, message, share if count.expr.kind == "number" else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
         """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
