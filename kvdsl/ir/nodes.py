@@ -354,7 +354,7 @@ class Select(Node):
     the nearest such layer below; layers below all of them attend to everything.
 
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
-    (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
+    (other forms protect from eviction only). Decode queries select; a prompt's queries attend to everything.
 
     With `weight` (axes query and slot) each token counts that many times in the softmax; one without a positive weight has no share.
     """

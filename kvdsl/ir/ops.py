@@ -1,4 +1,4 @@
-"""The operations of the language, one row each.
+"""The operations of the language and the forms of `keep`, one row each.
 
 The checker, the passes, the printer, the targets, the documents and the tests' random policies read these tables, so a new
 operation starts here. `kvdsl.interp` defines its result, by name, and each target its code (`CAN` in `kvdsl/lower/*.py`). A consumer
