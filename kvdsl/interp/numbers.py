@@ -170,7 +170,7 @@ def resolve(
 
 
 def at_ends(policy: Policy, value: Callable[[Expr], float]) -> float:
-    """Return how many tokens `keep first` and `keep last` protect; lines of one form overlap."""
+    """Return how many tokens `keep first` or `keep last` protects."""
     counts = [(keep.scope, counted(value(keep.count))) for keep in policy.keeps if keep.row.place and keep.count is not None]
     return sum(max((count for scope, count in counts if scope == end), default=0.0) for end in ENDS)
 

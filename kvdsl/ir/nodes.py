@@ -333,7 +333,7 @@ class Given(Node):
 
 
 class Keep(Node):
-    """Tokens to protect, by a form of `keep`; `count` or `by` is None if the form has none."""
+    """Tokens to protect; `scope` is a form of `keep`."""
 
     scope: Annotated[str, _row_of(ops.KEEPS)]
     count: Expr | None = None

@@ -524,8 +524,8 @@ class KeepRow:
     Attributes:
         written: what follows the word: `count` is a number, `by` an expression per slot.
         words: what it protects, for `explain`.
-        place: for an end of the text, the input that is less than the count there. Ends yield last, and are always selected.
-        holds: whether `by` is a condition, rather than what slots rank by.
+        place: of an end of the text, the input that is less than `count` there.
+        holds: whether `by` is a condition.
     """
 
     name: str

@@ -125,7 +125,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:
-    """Yield every expression that a settle evaluates: the measured budget, the score, the weight of a layer, and what keeps rank by."""
+    """Yield every expression that a settle evaluates."""
     yield from (expr for name, expr in policy.statements() if name not in ("select", "weight", "sketch"))
 
 
