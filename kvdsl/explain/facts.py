@@ -168,7 +168,7 @@ class Facts:
 def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16", kv_dtype: str = "model") -> Facts:
     """Return the facts about a checked policy in a model with this head size and dtype, and in a cache with this `kv_dtype`."""
     values = _values(policy)
-    read = {node.name for _, expr in statements(policy) for node in parts_of(expr, Input)}
+    read = {node.name for _, expr in policy.statements() for node in parts_of(expr, Input)}
     return Facts(
         policy=policy,
         plan=plan_of(policy),
@@ -198,27 +198,6 @@ def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = N
     found = policy.model_copy(update=changes)
     rounds_to(kv_dtype or "model", policy.name, halves=found.rope == "cached")
     return found
-
-
-def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
-    """Yield each expression that ranks or marks tokens and dims, with its statement as `explain` names it."""
-    if policy.measured is not None:
-        yield "budget", policy.measured
-    if policy.score is not None:
-        yield "score", policy.score
-    for keep in policy.keeps:
-        if keep.by is not None:
-            yield f"keep {keep.scope}", keep.by
-    if policy.across_layers is not None and policy.across_layers.by is not None:
-        yield "across layers", policy.across_layers.by
-    if policy.select is not None:
-        yield "select", policy.select.by
-        if policy.select.measured is not None:
-            yield "select", policy.select.measured
-        if policy.select.weight is not None:
-            yield "weight", policy.select.weight
-    if policy.sketch is not None:
-        yield "sketch", policy.sketch.by
 
 
 def _values(policy: Policy) -> dict[str, float]:
@@ -263,7 +242,7 @@ def _readers(column: Column, lowered: Policy) -> Iterator[str]:
     def reads(expr: Expr) -> bool:
         return has(expr, ColumnRef, name=column.name)
 
-    yield from dict.fromkeys(name for name, expr in statements(lowered) if reads(expr))
+    yield from dict.fromkeys(name for name, expr in lowered.statements() if reads(expr))
     yield from (other.name for other in lowered.columns if other is not column and reads(other.body))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvdsl.diagnostics import listed
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
 from kvdsl.ir.nodes import Call, Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Tensor
-from kvdsl.ir.ops import INPUTS, RULES
+from kvdsl.ir.ops import ENDS, INPUTS, KEEPS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import has, parts_of, walk
 
@@ -129,19 +130,17 @@ def _evicts(policy: Policy) -> Iterator[str]:
 
 
 def _protects(keep: Keep, policy: Policy) -> str:
-    by = "" if keep.by is None else print_expression(keep.by)
-    if keep.scope == "where" or keep.count is None:
-        return f"the tokens where {by}"
-    if keep.count == Number(value=1) and keep.scope != "top":
+    if keep.row.place and keep.count == Number(value=1):
         return f"the {keep.scope} token"
-    which = f"tokens with the highest {by}" if keep.scope == "top" else f"{keep.scope} tokens"
-    return f"the {which}: {_count(keep.count, policy)} of them"
+    which = keep.row.words.format(by=keep.by and print_expression(keep.by))
+    return f"the {which}" + ("" if keep.count is None else f": {_count(keep.count, policy)} of them")
 
 
 def _beyond(policy: Policy) -> Iterator[str]:
     """Describe evictions of protected tokens."""
-    if policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps):
-        which = "the lowest-scored tokens of `keep top` and `keep where`" if policy.ends_last else "its lowest-scored tokens"
+    if policy.budget is not None and not all(keep.row.place for keep in policy.keeps):
+        others = listed((f"keep {form}" for form in KEEPS if form not in ENDS), "and")
+        which = f"the lowest-scored tokens of {others}" if policy.ends_last else "its lowest-scored tokens"
         yield f"if that exceeds the budget, {which} are evicted, and a cache warns at the prompt's end"
 
 

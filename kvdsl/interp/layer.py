@@ -242,7 +242,7 @@ class Layer:
         for index, keep in enumerate(keeps):
             values = [x for x in lines[index] if x is not None]
             if values:
-                agree = _any if keep.scope == "where" else _mean
+                agree = _any if keep.row.holds else _mean
                 lines[index] = self._agreed(values, places, agree)
         by = [tuple(line[head] for line in lines) for head in range(len(scopes))]
         ends_last = self.policy.ends_last

@@ -12,6 +12,7 @@ from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number, some
 from kvdsl.interp.inputs import NO_TENSORS, Tensors, rows_of
 from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
+from kvdsl.ir.ops import ENDS
 
 Value = Callable[[Expr | None, float], float]
 """Evaluates an optional expression; returns the second argument without one."""
@@ -136,13 +137,10 @@ def resolve(
     def value(expr: Expr | None, default: float) -> float:
         return default if expr is None else evaluate_number(expr, params.scope)
 
-    def most(scope: str) -> float:
-        return max((counted(value(keep.count, 0)) for keep in policy.keeps if keep.scope == scope), default=0)
-
     evicts, sketch, layers_share = policy.layers, policy.sketch, policy.across_layers
     pool = layers_share if policy.one_pool else None
     floor_ratio = value(policy.across if pool is None else pool.floor, 0)
-    at_ends = 0.0 if layers_share is None else most("first") + most("last")
+    kept = 0.0 if layers_share is None else at_ends(policy, lambda count: value(count, 0))
     select, chooser = _selection(policy.select, value, layer)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
@@ -159,7 +157,7 @@ def resolve(
         evicts=evicts is None or _is_within(evicts, value, layer),
         floor=counted(floor_ratio * budget) if floor_ratio else 0,
         floor_ratio=floor_ratio,
-        layer_floor=max(counted(value(layers_share.floor, 0) * budget), at_ends) if layers_share is not None else 0,
+        layer_floor=max(counted(value(layers_share.floor, 0) * budget), kept) if layers_share is not None else 0,
         select=math.inf if select is None else floored(value(select.count, math.inf)),
         selects=select is not None,
         chooser=chooser,
@@ -169,6 +167,12 @@ def resolve(
         sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),
         prefill_block=math.inf if policy.prefill_block is None else at_least_one(value(policy.prefill_block, 1)),
     )
+
+
+def at_ends(policy: Policy, value: Callable[[Expr], float]) -> float:
+    """Return how many tokens `keep first` or `keep last` protects."""
+    counts = [(keep.scope, counted(value(keep.count))) for keep in policy.keeps if keep.row.place and keep.count is not None]
+    return sum(max((count for scope, count in counts if scope == end), default=0.0) for end in ENDS)
 
 
 def _selection(select: Select | None, value: Value, layer: int) -> tuple[Select | None, int]:

@@ -206,7 +206,7 @@ class Operations:
         if self.policy.select is None:
             return None
         seen = self.scopes.seen(head, newest)
-        places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
+        places = (keep for keep in self.policy.keeps if keep.row.place)
         shield = protected(places, self.scopes.of(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q, peers)
         count = self.selects_count(head, newest, q)

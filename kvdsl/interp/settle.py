@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -131,28 +132,18 @@ def standing(
     found = np.zeros(len(position), dtype=np.int64)
     for keep, values in zip(keeps, by, strict=True):
         count = 0.0 if keep.count is None else evaluate_number(keep.count, scope)
-        if keep.scope in ("first", "last"):
-            mask, step = (first if keep.scope == "first" else last)(position, count), 2 if ends_last else 1
-        else:
-            assert values is not None
-            mask, step = top(values, position, count) if keep.scope == "top" else values != 0, 1
-        found = np.where(mask, np.maximum(found, step), found)
+        step = 2 if ends_last and keep.row.place else 1
+        found = np.where(PROTECTS[keep.scope](position, values, count), np.maximum(found, step), found)
     return found
 
 
-def first(position: Indices, count: float) -> Mask:
-    """Return the `count` slots with the smallest positions."""
-    return _lowest(np.argsort(position), count)
-
-
-def last(position: Indices, count: float) -> Mask:
-    """Return the `count` slots with the largest positions."""
-    return _lowest(np.argsort(position)[::-1], count)
-
-
-def top(by: Array, position: Indices, count: float) -> Mask:
-    """Return the `count` highest slots; among equals the newer is higher."""
-    return _lowest(ascending(by, position)[::-1], count)
+PROTECTS: Mapping[str, Callable[[Indices, Any, float], Mask]] = {
+    "first": lambda position, by, count: _lowest(np.argsort(position), count),
+    "last": lambda position, by, count: _lowest(np.argsort(position)[::-1], count),
+    "top": lambda position, by, count: _lowest(ascending(by, position)[::-1], count),
+    "where": lambda position, by, count: by != 0,
+}
+"""Which slots each form of `keep` protects, by their positions, [n], what it ranks or filters by, [n], and its count."""
 
 
 def _lowest(order: Indices, count: float) -> Mask:

@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvdsl.ir import ops
 from kvdsl.ir.ops import Axis as Axis
+from kvdsl.ir.ops import KeepRow
 from kvdsl.tensorfile import AXES
 
 
@@ -332,11 +333,16 @@ class Given(Node):
 
 
 class Keep(Node):
-    """Tokens to protect: the first or last `count`, the top `count` by `by`, or those where `by` holds."""
+    """Tokens to protect; `scope` is a form of `keep`."""
 
-    scope: Literal["first", "last", "top", "where"]
+    scope: Annotated[str, _row_of(ops.KEEPS)]
     count: Expr | None = None
     by: Expr | None = None
+
+    @property
+    def row(self) -> KeepRow:
+        """The row of its form."""
+        return ops.KEEPS[self.scope]
 
 
 class Select(Node):
@@ -348,7 +354,7 @@ class Select(Node):
     the nearest such layer below; layers below all of them attend to everything.
 
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
-    (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
+    (other forms protect from eviction only). Decode queries select; a prompt's queries attend to everything.
 
     With `weight` (axes query and slot) each token counts that many times in the softmax; one without a positive weight has no share.
     """
@@ -468,6 +474,16 @@ class Policy(Node):
     prefill_block: Expr | None = None
     columns: tuple[Column, ...] = ()
 
+    def statements(self) -> Iterator[tuple[str, Expr]]:
+        """Yield each expression that ranks, marks or counts tokens or dims, with its statement as `explain` names it."""
+        found = [("budget", self.measured), ("score", self.score)]
+        found += [(f"keep {keep.scope}", keep.by) for keep in self.keeps]
+        found += [] if self.across_layers is None else [("across layers", self.across_layers.by)]
+        if self.select is not None:
+            found += [("select", self.select.by), ("select", self.select.measured), ("weight", self.select.weight)]
+        found += [] if self.sketch is None else [("sketch", self.sketch.by)]
+        yield from ((name, expr) for name, expr in found if expr is not None)
+
     @property
     def one_pool(self) -> bool:
         """Whether all layers and heads compete for one pool of slots."""
@@ -503,10 +519,8 @@ class Policy(Node):
     @property
     def rotates(self) -> bool:
         """Whether an expression reads the model's rotation."""
-        by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
-        by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
-        by += [] if self.select is None else [self.select.measured, self.select.weight]
-        return any(is_call(part, "turn", "ahead", "pairs") for expr in by if expr is not None for part in walk(expr))
+        exprs = [*(expr for _, expr in self.statements()), *(column.body for column in self.columns)]
+        return any(is_call(part, "turn", "ahead", "pairs") for expr in exprs for part in walk(expr))
 
     @property
     def remembers_prompts(self) -> bool:

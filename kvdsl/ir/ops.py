@@ -1,4 +1,4 @@
-"""The operations of the language, one row each.
+"""The operations of the language and the forms of `keep`, one row each.
 
 The checker, the passes, the printer, the targets, the documents and the tests' random policies read these tables, so a new
 operation starts here. `kvdsl.interp` defines its result, by name, and each target its code (`CAN` in `kvdsl/lower/*.py`). A consumer
@@ -10,6 +10,7 @@ This module imports quickly: no pydantic, no NumPy.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -511,3 +512,47 @@ PRELUDE = frozenset({"abs", "ceil", "exp", "sqrt", "var", "std", "ema", "last"})
 NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
 NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *FORMS}) - PRELUDE
 """Every built-in name, of values and of functions."""
+
+
+# -- forms of `keep` ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeepRow:
+    """A form of `keep`, by its word.
+
+    Attributes:
+        written: what follows the word: `count` is a number, `by` an expression per slot.
+        words: what it protects, for `explain`.
+        place: of an end of the text, the input that is less than `count` there.
+        holds: whether `by` is a condition.
+    """
+
+    name: str
+    written: str
+    doc: str
+    words: str
+    place: str = ""
+    holds: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its expressions, in order."""
+        return re.findall(r"{(\w+)}", self.written)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it ranks slots by `by`."""
+        return "by" in self.parts and not self.holds
+
+
+KEEPS = _table(
+    [
+        KeepRow("first", "{count}", "protects the first tokens", "first tokens", place="position"),
+        KeepRow("last", "{count}", "protects the last tokens", "last tokens", place="age"),
+        KeepRow("top", "{count} by {by}", "protects the tokens with the highest value", "tokens with the highest {by}"),
+        KeepRow("where", "{by}", "protects tokens for which the condition holds", "tokens where {by}", holds=True),
+    ]
+)
+ENDS = tuple(row.name for row in KEEPS.values() if row.place)
+"""The forms that depend on a token's place only."""

@@ -261,14 +261,8 @@ def _at_most(measured: Expr | None, most: Expr) -> str:
 
 def print_keep(keep: Keep) -> str:
     """Print a `keep` statement."""
-    parts = ["keep", keep.scope]
-    if keep.count is not None:
-        parts.append(print_expression(keep.count))
-    if keep.scope == "top":
-        parts.append("by")
-    if keep.by is not None:
-        parts.append(print_expression(keep.by))
-    return " ".join(parts)
+    printed = {part: print_expression(getattr(keep, part)) for part in keep.row.parts}
+    return f"keep {keep.scope} {keep.row.written.format(**printed)}"
 
 
 def print_select(select: Select) -> str:

@@ -125,16 +125,8 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:
-    """Yield every expression that a settle evaluates: the measured budget, the score, the weight of a layer, and what keeps rank by."""
-    if policy.measured is not None:
-        yield policy.measured
-    if policy.score is not None:
-        yield policy.score
-    if policy.across_layers is not None and policy.across_layers.by is not None:
-        yield policy.across_layers.by
-    for keep in policy.keeps:
-        if keep.by is not None:
-            yield keep.by
+    """Yield every expression that a settle evaluates."""
+    yield from (expr for name, expr in policy.statements() if name not in ("select", "weight", "sketch"))
 
 
 def everywhere(part: object) -> Iterator[Expr]:

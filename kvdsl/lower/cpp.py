@@ -401,8 +401,8 @@ def _settle(step: Step, evict: Eviction) -> SettlePlan:
     before, hoisted = _hoist("head", first.values)
     printer = SlotPrinter("head", hoisted)
     values = {name: printer.value(expr) for name, expr in first.rows.items()}
-    tops = iter(f"top_{n}" for n in range(1, 1 + len(step.protect.by("top"))))
-    protect = [_protect_line(keep, printer, next(tops) if keep.scope == "top" else "") for keep in step.protect.keeps]
+    rows = iter(step.protect.ranks)
+    protect = [_protect_line(keep, printer, next(rows) if keep.row.ranks else "") for keep in step.protect.keeps]
     last, pools = list[Fragment](), list[Fragment]()
     for late in behind:
         pools, hoisted = _hoist("head", late.values, hoisted)
@@ -446,16 +446,14 @@ def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
 
 
 def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
-    if keep.scope == "where":
-        assert keep.by is not None
-        return fragment("head.protect_where({});", function_of(printer.truth(keep.by), SLOT))
-    assert keep.count is not None
-    if keep.count.kind == "number":
-        count = Fragment(str(whole(keep.count.value)))
-    else:
-        count = fragment("kvdsl::count({})", CountPrinter()(keep.count))
-    by = f"{row}, " if keep.scope == "top" else ""
-    return fragment(f"head.protect_{keep.scope}({by}{{}});", count)
+    given = [Fragment(row)] if row else []
+    if keep.row.holds and keep.by is not None:
+        given.append(function_of(printer.truth(keep.by), SLOT))
+    if keep.count is not None and keep.count.kind == "number":
+        given.append(Fragment(str(whole(keep.count.value))))
+    elif keep.count is not None:
+        given.append(fragment("kvdsl::count({})", CountPrinter()(keep.count)))
+    return fragment(f"head.protect_{keep.scope}({', '.join('{}' for _ in given)});", *given)
 
 
 # -- select ------------------------------------------------------------------------------------------------------------

@@ -44,8 +44,9 @@ CAN = Target(
         "others": ("sum", "mean", "max", "min"),
         "heads": ("sum", "mean", "max", "min"),
     },
+    keeps=("first", "last", "top", "where"),
 )
-"""The reductions of the C++ target, implemented in `kvdsl/runtime/cpu/include/kvdsl/view.hpp`."""
+"""What the C++ target has, in `view.hpp` and `head.hpp` of `kvdsl/runtime/cpu/include/kvdsl`."""
 
 
 class _CppPrinter(Printer):

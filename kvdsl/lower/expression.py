@@ -141,9 +141,10 @@ class NotLowerable(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """The reductions of a target, by range; over queries these are column rules. Everything else is refused."""
+    """The reductions of a target, by range (over queries: column rules), and its forms of `keep`. Everything else is refused."""
 
     reduces: Mapping[str, Iterable[str]]
+    keeps: Iterable[str]
 
     def knows(self, expr: Reduce) -> bool:
         """Return whether there is code for a reduction as it stands."""

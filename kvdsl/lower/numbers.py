@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from kvdsl.budget import offers_ratio
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef, is_call
-from kvdsl.ir.ops import POOLS
+from kvdsl.ir.ops import ENDS, POOLS
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import has, parts_of, reads, walk
 from kvdsl.lower.expression import Fragment, fragment, names_of, size_of, spelled, texts, uses_of
@@ -216,16 +216,20 @@ def _decays(policy: Policy) -> Iterator[Fragment]:
 
 
 def _fits(policy: Policy) -> Iterator[Fragment]:
-    """Check that `keep first` and `keep last` leave room for a candidate. Keeps of one kind overlap."""
-    static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
+    """Check that `keep first` and `keep last` leave room for a candidate."""
+    static = [keep for keep in policy.keeps if keep.row.place]
     if not static:
         return
-    first, last = (_largest(keep.count for keep in static if keep.scope == scope) for scope in ("first", "last"))
     keeps = Fragment(json.dumps(", ".join(print_keep(keep) for keep in static)))
     if policy.budget:
-        yield fragment("given.check_fits({}, {}, {}, {})", first, last, _inside(_CAPACITY, policy.layers), keeps)
+        yield fragment("given.check_fits({}, {}, {}, {})", *_at_ends(policy), _inside(_CAPACITY, policy.layers), keeps)
     if policy.select:
-        yield fragment("given.check_fits({}, {}, select, {}, selected=True)", first, last, keeps)
+        yield fragment("given.check_fits({}, {}, select, {}, selected=True)", *_at_ends(policy), keeps)
+
+
+def _at_ends(policy: Policy) -> list[Fragment]:
+    """Print the number of protected tokens at each end. Keeps of one kind overlap."""
+    return [_largest(keep.count for keep in policy.keeps if keep.scope == end) for end in ENDS]
 
 
 def _largest(counts: Iterable[Expr | None]) -> Fragment:
@@ -270,9 +274,8 @@ def _floors(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     if policy.one_pool and layers is not None:
         yield "floor", fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
     elif layers is not None:
-        kept = (_largest(keep.count for keep in policy.keeps if keep.scope == scope) for scope in ("first", "last"))
         share = fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
-        yield "layer_floor", fragment("given.largest({}, {} + {})", share, *kept)
+        yield "layer_floor", fragment("given.largest({}, {} + {})", share, *_at_ends(policy))
         if policy.across:
             yield "head_floor", fragment("given.rate({})", _RESOLVE(policy.across))
     elif policy.across:
@@ -285,19 +288,12 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
         yield column.body
         if column.decay is not None:
             yield column.decay
-    for keep in policy.keeps:
-        yield from (expr for expr in (keep.count, keep.by) if expr is not None)
-    yield from (part.by for part in (policy.select, policy.sketch) if part is not None)
+    yield from (keep.count for keep in policy.keeps if keep.count is not None)
+    yield from (expr for _, expr in policy.statements())
     if policy.select is not None and policy.select.measured is not None:
-        yield from (policy.select.measured, *_ends(policy.select))
-    if policy.select is not None and policy.select.weight is not None:
-        yield policy.select.weight
+        yield from _ends(policy.select)
     if policy.measured is not None:
-        yield from (policy.measured, *_ends(policy.layers))
-    if policy.score is not None:
-        yield policy.score
-    if policy.across_layers is not None and policy.across_layers.by is not None:
-        yield policy.across_layers.by
+        yield from _ends(policy.layers)
 
 
 def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:

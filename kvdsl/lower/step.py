@@ -42,8 +42,8 @@ class Pass(NamedTuple):
     """One loop over the slots of a KV head that has to evict.
 
     Attributes:
-        rows: what slots rank by, and the name of its work row: `score`, and `top_1`, `top_2`, ... for each `keep top`.
-        conditions: the conditions of `keep where`.
+        rows: what slots rank by, and the name of its work row: `score`, and `top_1`, ... for each `keep` that ranks.
+        conditions: the conditions that protect slots.
         columns: the columns that a prune updates, in the last loop.
     """
 
@@ -71,14 +71,21 @@ class Protection(Node):
         """Return the counts of a scope's lines."""
         return [keep.count for keep in self.keeps if keep.scope == scope and keep.count is not None]
 
-    def by(self, scope: str) -> tuple[Expr, ...]:
-        """Return what a scope's lines rank or filter by."""
-        return tuple(keep.by for keep in self.keeps if keep.scope == scope and keep.by is not None)
+    @property
+    def ranks(self) -> dict[str, Expr]:
+        """What lines rank slots by, and the names of their work rows."""
+        ranking = [keep for keep in self.keeps if keep.row.ranks]
+        return {f"{keep.scope}_{n}": keep.by for n, keep in enumerate(ranking, 1) if keep.by is not None}
+
+    @property
+    def conditions(self) -> tuple[Expr, ...]:
+        """The conditions of lines."""
+        return tuple(keep.by for keep in self.keeps if keep.row.holds and keep.by is not None)
 
     @property
     def ends(self) -> tuple[Keep, ...]:
         """The lines that depend on a token's position."""
-        return tuple(keep for keep in self.keeps if keep.scope in ("first", "last"))
+        return tuple(keep for keep in self.keeps if keep.row.place)
 
     @property
     def overprotects(self) -> bool:
@@ -229,11 +236,10 @@ class Step(Node):
         if self.evict is None:
             return ()
         score = {"score": self.evict.score}
-        tops = {f"top_{n}": by for n, by in enumerate(self.protect.by("top"), 1)}
-        conditions = self.protect.by("where")
+        ranks, conditions = self.protect.ranks, self.protect.conditions
         if self.evict.pools:
-            return Pass(tops, conditions, ()), Pass(score, (), self.evict.columns)
-        return (Pass(score | tops, conditions, self.evict.columns),)
+            return Pass(ranks, conditions, ()), Pass(score, (), self.evict.columns)
+        return (Pass(score | ranks, conditions, self.evict.columns),)
 
 
 def step_of(policy: Policy, numbers: NumbersPlan) -> Step:
@@ -264,9 +270,10 @@ def for_target(step: Step, can: Target, refused: Mapping[str, bool]) -> Step:
         refused: statements that the target has no kernels for, and whether the policy has them.
 
     Raises:
-        NotLowerable: if the policy has one of them, or a column whose rule the target lacks.
+        NotLowerable: if the policy has one of them, or a form of `keep` or a column whose rule the target lacks.
     """
     found = [statement for statement, stated in refused.items() if stated]
+    found += [f"`keep {keep.scope}`" for keep in step.protect.keeps if keep.scope not in can.keeps]
     if found:
         raise NotLowerable(", ".join(found))
     step = in_parts(step, can.knows)

@@ -146,10 +146,7 @@ _IN_KERNEL = NumberPrinter(
 
 
 def _torch_keep(keep: Keep, slots: TensorPrinter, ends_last: bool) -> Fragment:
-    if keep.scope == "where":
-        assert keep.by is not None
-        return fragment("keep.where({})", slots.truth(keep.by))
-    assert keep.count is not None
-    by = [] if keep.by is None else [slots.value(keep.by)]
-    ends = ", ends_last=True" if ends_last and keep.scope in ("first", "last") else ""
-    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}}{ends})", *by, _IN_KERNEL(keep.count))
+    given = [] if keep.by is None else [slots.truth(keep.by) if keep.row.holds else slots.value(keep.by)]
+    given += [] if keep.count is None else [_IN_KERNEL(keep.count)]
+    given += [Fragment("ends_last=True")] if ends_last and keep.row.place else []
+    return fragment(f"keep.{keep.scope}({', '.join('{}' for _ in given)})", *given)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, Rank, Reduce, TensorRef, call, is_call
-from kvdsl.ir.ops import INPUTS, OF_QUERY_HEADS, POOLS, RANGES, REDUCTIONS, TABLED, functions_of
+from kvdsl.ir.ops import INPUTS, KEEPS, OF_QUERY_HEADS, POOLS, RANGES, REDUCTIONS, TABLED, functions_of
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import axes_of, has, of_query_heads
 from kvdsl.lower.expression import (
@@ -42,8 +42,9 @@ CAN = Target(
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
         "dims": _OVER_DIMS,
     },
+    keeps=KEEPS,
 )
-"""The reductions of the torch target: everything that the checker accepts. `kvdsl.runtime.torch.view` has the masked ones."""
+"""The torch target has everything that the checker accepts. `kvdsl.runtime.torch.view` has the masked ones."""
 
 
 TORCH, VECTORS = Use("helper", "torch"), Use("helper", "vectors")

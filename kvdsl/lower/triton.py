@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input
+from kvdsl.ir.ops import ENDS
 from kvdsl.ir.visitors import mapped, reads
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, fragment, names_of, spelled, texts, uses_of, whole
 from kvdsl.lower.step import START, Eviction, Protection, Step, for_target
@@ -457,7 +458,7 @@ def _select(step: Step) -> _Select | None:
         by=form,
         vote="".join(vote.op for vote in select.votes),
         sketch_by=None if step.sketch is None else _sketch_by(step.sketch, step.group),
-        protects=bool(step.protect.counts("first") or step.protect.counts("last")),
+        protects=bool(step.protect.ends),
         observed=any(reads(column.body, "attn") for column in step.columns),
         uses=chosen,
     )
@@ -536,7 +537,7 @@ def _keep(protect: Protection, printer: BlockPrinter) -> Fragment:
     """Return the statement that finds protected slots; `keep top` adds its own later."""
     bounds = {"first": "pos <= first", "last": "pos >= last"}
     ends = [Fragment(bound) for scope, bound in bounds.items() if protect.counts(scope)]
-    kept = [printer.condition(condition) for condition in protect.by("where")]
+    kept = [printer.condition(condition) for condition in protect.conditions]
     if protect.ends_last:
         return fragment(f"keep = tl.where({{}}, {_ends(protect)}, {{}})", _any_of(ends), _any_of(kept))
     return fragment("keep = {}", _any_of([*ends, *kept]))
@@ -556,7 +557,7 @@ def _ends(protect: Protection) -> int:
 
 def _ends_counts(protect: Protection) -> list[Fragment]:
     """Print the numbers of first and of last tokens that are protected."""
-    return [_most(protect.counts(scope)) for scope in ("first", "last")]
+    return [_most(protect.counts(scope)) for scope in ENDS]
 
 
 def _most(counts: list[Expr]) -> Fragment:

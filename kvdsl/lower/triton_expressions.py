@@ -47,8 +47,9 @@ CAN = Target(
         "others": ("sum", "mean", "max", "min"),
         "heads": ("sum", "mean", "max", "min"),
     },
+    keeps=("first", "last", "top", "where"),
 )
-"""Reductions that have a Triton form; `over others` only where slots are ranked for eviction."""
+"""What has a Triton form; `over others` only where slots are ranked for eviction."""
 
 
 OF_VECTORS = "what a query gives every slot, where it is computed from keys, values or queries"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lsprotocol import types as lsp
 
-from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
+from kvdsl.ir.ops import ENDS, INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
 from kvdsl.lsp import Document
 from kvdsl.lsp.expressions import axes_in_words
 from kvdsl.lsp.names import ancestry
@@ -197,7 +197,7 @@ def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionIt
     first = words[0]
     if first == "given" or (first == "let" and "=" not in words):
         return
-    fixed = first in _FIXED or (first == "keep" and words[1:2] in (["first"], ["last"]))
+    fixed = first in _FIXED or (first == "keep" and words[1:2] in [[end] for end in ENDS])
     module = document.module
     if module is not None:
         for policy in module.syntax.policies:

@@ -165,7 +165,7 @@ def _plain_sum(op: str, left: Expr, right: Expr) -> Expr:
 def _kept_first(policy: Policy) -> bool:
     """Return whether `keep first` covers the whole prompt, and yields last."""
     first = any(keep.scope == "first" and keep.count == PROMPT for keep in policy.keeps)
-    return first and (policy.ends_last or all(keep.scope in ("first", "last") for keep in policy.keeps))
+    return first and (policy.ends_last or all(keep.row.place for keep in policy.keeps))
 
 
 def _kept(keep: Keep, *, yields_last: bool) -> Keep | None:
@@ -173,7 +173,7 @@ def _kept(keep: Keep, *, yields_last: bool) -> Keep | None:
     where = f"`{print_keep(keep)}`"
     if (keep.scope == "first" and keep.count == PROMPT) or (keep.scope == "where" and _is_the_prompt(keep.by)):
         return None
-    if keep.scope == "first":
+    if keep.scope not in ("last", "top", "where"):
         raise NotByItselfError(f"{where} counts tokens of the prompt", "write `keep first prompt`")
     count = None if keep.count is None else _of_slot(keep.count, where)
     by = None if keep.by is None else _of_slot(keep.by, where)

@@ -19,9 +19,6 @@ from kvdsl.passes.known import ONE, ZERO, is_fixed, known
 POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="live")
 QUERY_POSITION = Input(name="query_position")
 
-ENDS = ("first", "last")
-"""The scopes of `keep` that depend on a token's position only."""
-
 Pages = tuple[Expr, Expr | None]
 """The length of a page, and the number of tokens before the first; None for none."""
 
@@ -182,13 +179,13 @@ def _keeps(policy: Policy) -> tuple[Keep, ...]:
     lines = [line for keep in policy.keeps for line in _alternatives(keep)]
     placed = [_placed(line, own=policy.victims == "own") for line in lines]
     if policy.ends_last and (policy.measured is not None or is_mixed(placed)):
-        placed = [line if new.scope in ENDS else new for line, new in zip(lines, placed, strict=True)]
+        placed = [line if new.row.place else new for line, new in zip(lines, placed, strict=True)]
     return tuple(placed)
 
 
 def is_mixed(keeps: Sequence[Keep]) -> bool:
     """Return whether some keeps protect tokens by position at either end, and others by value."""
-    return len({keep.scope in ENDS for keep in keeps}) == 2
+    return len({bool(keep.row.place) for keep in keeps}) == 2
 
 
 def _alternatives(keep: Keep) -> list[Keep]:

@@ -58,7 +58,7 @@ class PolicySpec:
         measures: whether the budget depends on the cached data: `torch_kernels.budget` computes it at a settle, at most `capacity`.
         counts: whether the number of selected tokens depends on the data: `torch_kernels.count`.
         weighs: whether attention is weighted per token: `torch_kernels.weight`.
-        overprotects: whether `keep where` or `keep top` may protect more tokens than the budget.
+        overprotects: whether more tokens may be protected than the budget.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
         reuses: whether layers reuse another layer's selection, named by the number `chooser`.

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvdsl.emit import stored_of
 from kvdsl.errors import KvdslError
-from kvdsl.interp.evaluate import Array, floored
+from kvdsl.interp.evaluate import Array
 from kvdsl.interp.inputs import values
 from kvdsl.interp.layer import Layer
-from kvdsl.interp.numbers import Numbers
+from kvdsl.interp.numbers import Numbers, at_ends
 from kvdsl.interp.step import Step
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
@@ -336,19 +336,13 @@ def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
 def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
     if policy.sketch is not None and numbers.sketch_dims > key_dim:
         return f"the sketch has {numbers.sketch_dims:g} dims, but the vectors have {key_dim}"
-    first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))
-    if first + last > numbers.budget:
-        return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
+    kept = at_ends(policy, numbers.value)
+    if kept > numbers.budget:
+        return f"{kept:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
     if numbers.takes_over:
         chooser = numbers.chooser
         return f"layer {numbers.layer} uses the selection of layer {chooser}, but a test runs one layer: `set layer = {chooser}`"
     return None
-
-
-def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
-    """Return how many tokens `keep first` or `keep last` protects."""
-    keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
-    return max([0.0, *(floored(numbers.value(count)) for count in keeps)])
 
 
 def of_head(brought: Sequence[T], head: int) -> T:

@@ -52,8 +52,8 @@ def _lines(policy: Policy, step: Step) -> Iterator[tuple[str, list[str]]]:
         if column.ndim == 1:
             yield name, [f"{value:.4g}" for value in column]
     for keep, by in zip(policy.keeps, step.by, strict=True):
-        if by is not None and keep.scope == "top":
-            yield "keep top by", [f"{value:.4g}" for value in by]
+        if by is not None and keep.row.ranks:
+            yield f"keep {keep.scope} by", [f"{value:.4g}" for value in by]
     if step.selected is not None or step.chosen is not None:
         yield "selected", _marks(np.isin(step.position, step.picked))
     if step.score is not None:

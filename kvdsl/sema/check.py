@@ -171,7 +171,7 @@ class Checker:
         for number in [*self.expressions.bounded, *parts.bounded]:
             statics.check_bounds(number)
         statics.check_layers(parts.exprs)
-        keeps = [(keep.ir.scope, keep.count.expr, keep.span) for keep in parts.keeps if keep.count is not None]
+        keeps = [(keep.ir.scope, keep.count, keep.span) for keep in parts.keeps if keep.count is not None]
         statics.check_keeps(keeps, parts.exprs)
         if not self.sink.failed():
             Protected(self.sink, parts, statics.known, grows=bool(self.flat.settings.get("budget"))).check()
@@ -249,9 +249,8 @@ def _docstring(policy: syn.Policy) -> str:
 def _held(condition: ir.Expr, keeps: list[ir.Keep]) -> ir.Expr:
     """Count the slots that a condition, `keep first` or `keep last` selects: those two are always selected."""
     for keep in keeps:
-        if keep.scope in ("first", "last") and keep.count is not None:
-            place = ir.Input(name="position" if keep.scope == "first" else "age")
-            within = ir.call("<", place, ir.call("floor", keep.count))
+        if keep.row.place and keep.count is not None:
+            within = ir.call("<", ir.Input(name=keep.row.place), ir.call("floor", keep.count))
             condition = ir.call("or", condition, within)
     return ir.Reduce(op="sum", axis=ir.Axis.SLOT, body=condition)
 

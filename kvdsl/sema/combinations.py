@@ -160,8 +160,7 @@ class Combinations(Said):
         near = nearest("budget", self.flat.params)
         help = add(self._a_budget(), ", say") if near is None else self._budget_instead_of(near)
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
-        scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")
-        pointless += [keep.span for keep in self.parts.keeps if keep.ir.scope in scopes]
+        pointless += [keep.span for keep in self.parts.keeps if not (keep.ir.row.place and self._has("select"))]
         if pointless:
             span = pointless[0]
             words = span.text.split()

@@ -94,10 +94,10 @@ class Protected:
 
     def _warns(self, moment: Moment) -> bool:
         for keep in self.parts.keeps:
-            if keep.ir.scope == "where" and (count := _count([keep], moment)) > moment.room:
+            if keep.ir.row.holds and (count := _count([keep], moment)) > moment.room:
                 self._report(keep, f"protects {count:,} tokens of a long text", moment, self._mended(keep))
                 return True
-        tops = [keep for keep in self.parts.keeps if keep.ir.scope == "top"]
+        tops = [keep for keep in self.parts.keeps if keep.ir.row.ranks]
         count = _count([keep for keep in self.parts.keeps if keep not in tops], moment)
         count += sum(_floored(keep.ir.count, moment.names) for keep in tops)
         if count <= moment.room or not self.parts.keeps:
@@ -169,8 +169,7 @@ def _floored(count: Expr | None, names: Mapping[str, float]) -> int:
 
 def _holds(keep: CheckedKeep, at: int, names: Mapping[str, float]) -> bool:
     """Return whether a `keep` protects the token at a position; False if that is unknown."""
-    age = names["@newest"] - at
-    if keep.ir.scope in ("first", "last"):
-        return (at if keep.ir.scope == "first" else age) < _floored(keep.ir.count, names)
-    by = keep.ir.by
-    return by is not None and bool(value_of(by, {**names, "@position": float(at), "@age": age}))
+    names = {**names, "@position": float(at), "@age": names["@newest"] - at}
+    if keep.ir.row.place:
+        return names[f"@{keep.ir.row.place}"] < _floored(keep.ir.count, names)
+    return keep.ir.by is not None and bool(value_of(keep.ir.by, names))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvdsl import codes
-from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
+from kvdsl.diagnostics import Label, Sink, did_you_mean, listed, nearest
 from kvdsl.helps import Help, leave_out, offer, prefix
+from kvdsl.ir.ops import KEEPS
 from kvdsl.sema.editions import override_of
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name
@@ -188,7 +189,7 @@ class _Level:
             self.flat.keeps.append(Placed(statement, self.module, self.level))
         elif not statement.override:
             help = offer("for example `keep last 16`")
-            self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
+            self.sink.report(codes.SYNTAX, statement.span, f"expected {listed(KEEPS)} after `keep`", help)
 
     def _replace_keeps(self, statement: syn.Keep) -> None:
         """Remove the inherited `keep` statements of the clause's kind."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.helps import both, offer
 from kvdsl.ir import nodes as ir
+from kvdsl.ir.ops import KEEPS
 from kvdsl.sema.budget import Budget
 from kvdsl.sema.needs import SELECTED, is_measured, looks_back, reads_data, reads_heads, selects, sketches
 from kvdsl.sema.parts import RANKS, SCORE, WEIGHS, CheckedKeep, Fields, Parts
@@ -188,23 +189,24 @@ class Statements:
 
     def _keep(self, placed: Placed) -> CheckedKeep | None:
         statement = cast(syn.Keep, placed.statement)
-        scope = cast(Literal["first", "last", "top", "where"], statement.scope)
+        form = f"`keep {statement.scope}`"
         count = by = None
         if statement.count is not None:
-            count = self.fields.part(statement.count, placed, f"the count of `keep {scope}`", per_head=True)
+            count = self.fields.part(statement.count, placed, f"the count of {form}", per_head=True)
         if statement.by is not None:
-            by = self._keep_by(statement.by, placed, scope)
+            by = self._keep_by(statement.by, placed, form, condition=KEEPS[statement.scope].holds)
         if (statement.count is not None and count is None) or (statement.by is not None and by is None):
             return None
         if count is not None:
-            self.parts.bounded.append(Bounded(f"`keep {scope}`", count, counts=True))
-        keep = ir.Keep(scope=scope, count=None if count is None else count.expr, by=None if by is None else by.expr)
+            self.parts.bounded.append(Bounded(form, count, counts=True))
+        exprs = {name: part.expr for name, part in (("count", count), ("by", by)) if part is not None}
+        keep = ir.Keep(scope=statement.scope, **exprs)
         return CheckedKeep(keep, count, by, statement.span)
 
-    def _keep_by(self, node: syn.Expr, placed: Placed, scope: str) -> Part | None:
-        what = "what `keep top` ranks by" if scope == "top" else "a condition on slots"
+    def _keep_by(self, node: syn.Expr, placed: Placed, form: str, *, condition: bool) -> Part | None:
+        what = "a condition on slots" if condition else f"what {form} ranks by"
         value = self.fields.value(node, placed, what)
-        if value is None or (scope == "where" and not self.expressions.condition(value, node.span, "`keep where`")):
+        if value is None or (condition and not self.expressions.condition(value, node.span, form)):
             return None
         return Part(value.expr, node.span) if self.fields.orders_slots(value, node.span, what) else None
 

@@ -14,6 +14,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
 from kvdsl.helps import add, instead, offer
 from kvdsl.ir.nodes import Expr
+from kvdsl.ir.ops import ENDS, KEEPS
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import some, value_of
@@ -52,7 +53,7 @@ _LAYERS = 32
 _MOST_TOKENS = 2**24
 """The largest budget to propose."""
 
-Keep = tuple[str, Expr, Span]
+Keep = tuple[str, Part, Span]
 """A scope, its count, and the place of the `keep`."""
 
 
@@ -128,8 +129,8 @@ class Statics:
         """Report keeps that protect more tokens than the budget holds, or first and last tokens than are selected."""
         keeps = list(keeps)
         self._warn_of_shares(keeps)
-        sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
-        always = [one for one in sized if one[0] != "top"]
+        sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count.expr)) is not None]
+        always = [one for one in sized if one[0] in ENDS]
         for name, role, bound in (
             ("budget", "the budget is", sized),
             ("select.count", "the number of selected tokens is", always),
@@ -143,19 +144,19 @@ class Statics:
     def _warn_of_shares(self, keeps: Iterable[Keep]) -> None:
         """Warn of keeps of less than one token, which protect none."""
         for scope, count, span in keeps:
-            value = value_of(count, self.known)
+            value = self.value(count)
             if value is not None and 0 < value < 1:
                 default = ", so not even the newest one is protected" if scope == "last" else ""
                 message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
-                new = f"keep {scope} {print_number(value)} * budget"
-                share = instead(f"a ratio of the budget is written `{print_number(value)} * budget`", new)
-                self._no_effect(span, message, share if count.kind == "number" else None)
+                ratio = f"{print_number(value)} * budget"
+                share = instead(f"a ratio of the budget is written `{ratio}`", ratio, count.span)
+                self._no_effect(span, message, share if count.expr.kind == "number" else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
         """Warn if the keeps do not fit the smallest of budgets that differ by layer."""
         narrowest = self._narrowest(budget.expr)
-        most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in ("top", "first", "last")}
-        needed = max(most["top"], most["first"] + most["last"])
+        most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in KEEPS}
+        needed = max(sum(most[end] for end in ENDS), *(most[form] for form in KEEPS.keys() - ENDS))
         if narrowest is None or needed <= narrowest[0]:
             return
         limit, layer = narrowest
@@ -188,7 +189,7 @@ class Statics:
         return None if value is None else math.floor(value)
 
     def _check_keeps(self, sized: list[tuple[str, int, Span]], limit: int, at: Label, role: str) -> None:
-        for scope in ("top", "first", "last"):
+        for scope in sorted(KEEPS, key=ENDS.__contains__):
             for size, span in [(size, span) for other, size, span in sized if other == scope]:
                 if size > limit:
                     text = f"`{span.quoted()}` protects {print_number(float(size))} tokens"

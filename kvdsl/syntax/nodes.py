@@ -205,9 +205,9 @@ Named = Param | Let | Tensor | Given
 
 @dataclass(frozen=True)
 class Keep(Node):
-    """`keep first|last|top|where`; scope `nothing` is the bare `override keep`."""
+    """A form of `keep`; scope `nothing` is the bare `override keep`."""
 
-    scope: Literal["first", "last", "top", "where", "nothing"]
+    scope: str
     count: Expr | None = None
     by: Expr | None = None
     override: bool = False

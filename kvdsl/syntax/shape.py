@@ -11,6 +11,7 @@ from lark import Token, Tree
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
 from kvdsl.helps import instead, offer
+from kvdsl.ir.ops import KEEPS
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING, Parsed, parse
@@ -144,15 +145,8 @@ class _Shaper(Shaper):
 
     def _keep(self, tree: Tree[Token], override: bool) -> syn.Keep:
         scope = str(tree.data).removeprefix("keep_")
-        values = [self._expr(child) for child in tree.children]
-        span = self._span(tree)
-        if scope == "where":
-            return syn.Keep(span, "where", by=values[0], override=override)
-        if scope == "top":
-            return syn.Keep(span, "top", values[0], values[1], override)
-        if scope == "nothing":
-            return syn.Keep(span, "nothing", override=override)
-        return syn.Keep(span, "first" if scope == "first" else "last", values[0], override=override)
+        parts = zip(KEEPS[scope].parts if scope in KEEPS else (), map(self._expr, tree.children), strict=True)
+        return syn.Keep(self._span(tree), scope, override=override, **dict(parts))
 
     def _single(self, tree: Tree[Token], override: bool) -> syn.Single:
         keyword, span, children = str(tree.data), self._span(tree), tree.children

@@ -179,8 +179,8 @@ FAULTS = [
     _fault(
         "interpreter",
         "kvdsl/interp/settle.py",
-        "return _lowest(ascending(by, position)[::-1], count)",
-        "return _lowest(np.argsort(-by, kind='stable'), count)",
+        "_lowest(ascending(by, position)[::-1], count)",
+        "_lowest(np.argsort(-by, kind='stable'), count)",
         "tests/interp/test_papers.py",
         "tests/differential/test_random.py",
         "tests/differential/test_statements.py",
@@ -226,7 +226,7 @@ FAULTS = [
     _fault(
         "lowering",
         "kvdsl/lower/step.py",
-        'tuple(keep for keep in self.keeps if keep.scope in ("first", "last"))',
+        "tuple(keep for keep in self.keeps if keep.row.place)",
         'tuple(keep for keep in self.keeps if keep.scope == "last")',
         "tests/lower/test_statements.py",
         "tests/differential/test_selecting.py",

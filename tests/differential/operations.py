@@ -223,6 +223,7 @@ _ROTATED = {
     "the text": "param budget = 7\nwhen prefill\nlet asks = dot(turn(q, -query_position), ahead(k, 9)) * scaling\n"
     "score mean(asks over text) + var(asks over text after 1) / norm2(ahead(mean(turn(q, -query_position) over text), 3))",
     "a selection": "select top 5 by dot(turn(q, query_position), turn(k, 2)) + norm2(ahead(k, 3))",
+    "a sketch": "select top 5 by dot(q, k over sketch)\nsketch top 3 dims by abs(turn(q, 3)) every 2 queries",
     "a pool": "param budget = 7\nwhen prefill\nscore mean_pool(max(dot(q, k) over text) * norm1(v), 3) + age",
 }
 """Where vectors can be rotated, and what goes with it."""
@@ -318,7 +319,7 @@ def given() -> Iterator[tuple[str, Policy]]:
 _NOWHERE = {
     "median over slots",
     "rank in a query",
-    *(f"rotation in a {place}" for place in ("query", "selection")),
+    *(f"rotation in a {place}" for place in ("query", "selection", "sketch")),
     *(f"a tensor in a projection of {what}" for what in ("a score", "what is selected")),
     *(f"a tensor in {place} query heads" for place in ("vectors of", "a selection by vectors of")),
     "a given value in a sketch",

@@ -554,14 +554,12 @@ class Maker:
         """Up to three; static ones fit. Without eviction only those by place have a meaning."""
         made: list[Keep] = []
         sizes = {"first": int(room // 3), "last": int(room // 2)}
+        forms = [form for form in dict.fromkeys(("last", "top", "first", *ops.KEEPS)) if evicts or form in ops.ENDS]
         for _ in range(self.one_of(0, 1, 1, 2, 3)):
-            scope = self.one_of("last", "top", "first", "where") if evicts else self.one_of("last", "first")
-            if scope in sizes:
-                made.append(Keep(scope=scope, count=self.count(sizes[scope], own=self.by_head)))
-            elif scope == "top":
-                made.append(Keep(scope="top", count=self.count(room, own=self.by_head), by=self.value(KEEP)))
-            else:
-                made.append(Keep(scope="where", by=self.condition(KEEP)))
+            row = ops.KEEPS[self.one_of(*forms)]
+            count = self.count(sizes.get(row.name, room), own=self.by_head) if "count" in row.parts else None
+            by = None if row.place else self.condition(KEEP) if row.holds else self.value(KEEP)
+            made.append(Keep(scope=row.name, count=count, by=by))
         if not any(keep.scope == "last" for keep in made) and self.one_of(True, True, False):
             made.append(Keep(scope="last", count=ONE))
         return tuple(made)

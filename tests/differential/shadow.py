@@ -20,7 +20,7 @@ from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.inputs import NOTHING, Supplied, filled
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.scopes import uniform
-from kvdsl.interp.settle import first, last
+from kvdsl.interp.settle import PROTECTS
 from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, TensorRef
 from kvdsl.ir.ops import OF_QUERY_HEADS, REDUCTIONS, RULES
@@ -428,7 +428,7 @@ class Shadow:
             return
         position = self.position[visible]
         scope = self.live_scope()
-        places = [keep for keep in self.policy.keeps if keep.scope in ("first", "last")]
+        places = [keep for keep in self.policy.keeps if keep.row.place]
         pinned = np.any([by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
         heads = tuple(peer._asked(newest, own) for peer, own in peers)
         asked_by = replace(self._scope(visible, newest), heads=heads)
@@ -475,7 +475,7 @@ class Shadow:
 def by_place(keep: Keep, position: Indices, scope: Scope) -> Mask:
     """Whom `keep first` or `keep last` protects."""
     assert keep.count is not None
-    return (first if keep.scope == "first" else last)(position, evaluate_number(keep.count, scope.numbers))
+    return PROTECTS[keep.scope](position, None, evaluate_number(keep.count, scope.numbers))
 
 
 class _Sketched:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvdsl import lang
-from kvdsl.ir.ops import Strength
+from kvdsl.ir.ops import KEEPS, Strength
 from kvdsl.lang.expressions import Expression, OtherSlot, name, written
 from kvdsl.lang.policies import Draft, Policy, policy
 from kvdsl.syntax import nodes as syn
@@ -51,10 +51,8 @@ def _statement(p: Draft, one: syn.Statement) -> None:
 
 
 def _keep(p: Draft, one: syn.Keep) -> None:
-    if one.scope == "top":
-        p.keep(top=_expr(one.count), by=_expr(one.by))
-    else:
-        p.keep(**{one.scope: _expr(one.by if one.scope == "where" else one.count)})
+    first, *rest = KEEPS[one.scope].parts
+    p.keep(**{one.scope: _expr(getattr(one, first))}, **{part: _expr(getattr(one, part)) for part in rest})
 
 
 def _setting(p: Draft, one: syn.Setting) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,14 @@ def test_how_many_a_query_selects(count: str, asks: bool) -> None:
     assert plan.select.count.asks == asks
     assert "Number::select" not in plan.select.count.value
     assert "isinf(row.param(Number::select))" in package(policy, "")["kernels_cpu.cpp"]
+
+
+@pytest.mark.parametrize("target", ["cpp", "triton"])
+def test_a_form_of_keep_that_a_target_does_not_name_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    can = importlib.import_module(f"kvdsl.lower.{target}_expressions").CAN
+    monkeypatch.setattr(f"kvdsl.lower.{target}.CAN", dataclasses.replace(can, keeps=("last",)))
+    refusals = make_plan(evicting("score age\nkeep first 2\nkeep last 2")).refusals
+    assert refusals == {{"cpp": "cpu"}.get(target, target): "`keep first`"}
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])

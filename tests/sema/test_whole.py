@@ -3,6 +3,7 @@
 import pytest
 
 from kvdsl.ir.nodes import Number, ParamRef
+from kvdsl.ir.ops import KEEPS
 from kvdsl.ir.printer import print_expression, print_keep
 from tests.diagnostics.expect import body, check, expect, expect_in, only, policy
 
@@ -22,6 +23,26 @@ def test_the_last_token_is_kept_unless_the_policy_says_otherwise() -> None:
     assert keeps("keep last 0") == []
     assert keeps("keep last 8") == ["keep last 8"]
     assert keeps("keep last 0", "keep first 4") == ["keep first 4"]
+
+
+@pytest.mark.parametrize("form", KEEPS)
+def test_every_form_of_keep_prints_as_it_is_written(form: str) -> None:
+    row = KEEPS[form]
+    written = f"keep {form} {row.written.format(count='3', by='age < 3' if row.holds else 'age')}"
+    assert written in keeps(written)
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("param budget = 8", "score norm2(turn(k, 1))"),
+        ("param budget = 8", "score age", "keep top 2 by norm2(pairs(k))"),
+        ("select top 8 by dot(q, turn(k, 1))",),
+        ("select top 8 by dot(q, k over sketch)", "sketch top 4 dims by abs(turn(q, 1)) every 8 queries"),
+    ],
+)
+def test_policies_that_rotate_vectors_ask_for_the_model_s_rotation(statements: tuple[str, ...]) -> None:
+    assert policy(*statements).rotates
 
 
 def test_a_policy_without_a_budget_keeps_everything() -> None:

@@ -3,9 +3,7 @@
 The programs of `settle` share a KV head's slots. Each ranks its own slots and finds its first victim; the last program to finish takes
 the lowest of these. No two slots have the same key, so the result does not depend on the programs' order.
 
-`kvdsl.runtime.torch.settle` defines the order of eviction: the lowest score is evicted first, NaN ranks lowest, -0 equals +0, and among
-equal scores the older token is evicted. Protected slots are evicted only when no others are left, those at the ends last, and the newest
-token last in its class.
+`kvdsl.runtime.torch.settle` defines the order of eviction, and how many tokens leave.
 """
 
 from __future__ import annotations
@@ -26,18 +24,14 @@ WIDE = tl.constexpr(2048)
 
 @triton.jit
 def overflow(live, budget, trigger, slack, max_drop):
-    """Return how many tokens to evict.
-
-    Below `trigger` tokens over the budget: none; a trigger of 0 never fires. Otherwise evict down to the budget. With `max_drop`, evict
-    at most that many, but always down to budget + slack.
-    """
+    """Return how many tokens to evict; a trigger of 0 never fires."""
     leaving = tl.maximum(live - _target(live, budget, slack, max_drop), 0)
     return tl.where((trigger > 0) & (live - budget >= trigger), leaving, 0)
 
 
 @triton.jit
 def overflow_before_placing(live, budget, trigger, slack, max_drop):
-    """Return how many tokens to evict so that one more fits the hard cap, budget + slack. The trigger does not matter."""
+    """Return how many tokens to evict so that one more fits the hard cap, budget + slack."""
     leaving = tl.maximum(live + 1 - _target(live + 1, budget, slack, max_drop), 0)
     return tl.where(live + 1 > _most(budget, slack), leaving, 0)
 
@@ -336,13 +330,7 @@ def _cut(position, x, kept, slots, newest, n, equals, members, BLOCK: tl.constex
 def _nth(position, x, kept, slots, newest, bar, n, equals, members, TIES: tl.constexpr, BLOCK: tl.constexpr):
     """Find the n-th highest grade of the ranked slots, or with TIES the n-th highest position among those of grade `bar`.
 
-    A histogram per digit finds the digit of the n-th. The search stops early when all words with the digits so far are wanted.
-
-    Args:
-        equals: number of slots to search.
-
-    Returns:
-        a bar that the n highest reach, with all equals of the n-th; how many of these equals are wanted; how many there are.
+    As `select._nth`, of `equals` slots.
     """
     shift, digits = tl.full([], 32, tl.int32), tl.full([], 0, tl.uint32)
     while (shift > 0) & (n < equals):

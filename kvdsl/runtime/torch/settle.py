@@ -7,6 +7,7 @@ stays. Protected slots are evicted only when no others are left, those in `ends`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partialmethod
 
 import torch
 from torch import Tensor
@@ -104,22 +105,13 @@ class Ballot:
     def __init__(self, position: Tensor) -> None:
         self.position = position
         self.live = (position >= 0).sum(-1, keepdim=True)
-        self.lines: list[tuple[str, Tensor, Tensor | float]] = []
-        self.ends_last = False
+        self.lines: list[tuple[str, Tensor, Tensor | float, dict[str, bool]]] = []
 
-    def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        self.ends_last = ends_last
-        self.lines.append(("first", self.position, count))
+    def _note(self, form: str, by: Tensor | float | None, count: Tensor | float = 0, **more: bool) -> None:
+        self.lines.append((form, self.position if by is None else _per_slot(by, self.position), count, more))
 
-    def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
-        self.ends_last = ends_last
-        self.lines.append(("last", self.position, count))
-
-    def top(self, by: Tensor | float, count: Tensor | float) -> None:
-        self.lines.append(("top", _per_slot(by, self.position), count))
-
-    def where(self, condition: Tensor | bool) -> None:
-        self.lines.append(("where", _per_slot(condition, self.position), 0))
+    first, last = partialmethod(_note, "first", None), partialmethod(_note, "last", None)
+    top, where = partialmethod(_note, "top"), partialmethod(_note, "where")
 
 
 def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
@@ -129,14 +121,14 @@ def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
     """
     protection = Protection(ballots[own].position)
     for votes in zip(*(ballot.lines for ballot in ballots), strict=True):
-        scope, _, count = votes[own]
-        values = torch.cat([value.to(protection.position.device) for _, value, _ in votes], 1)
-        if scope == "top":
-            protection.top(values.float().mean(1, keepdim=True), count)
-        elif scope == "where":
+        form, _, count, more = votes[own]
+        values = torch.cat([value.to(protection.position.device) for _, value, *_ in votes], 1)
+        if form == "where":
             protection.where((values != 0).any(1, keepdim=True))
+        elif form == "top":
+            protection.top(values.float().mean(1, keepdim=True), count)
         else:
-            (protection.first if scope == "first" else protection.last)(count, ends_last=ballots[own].ends_last)
+            getattr(protection, form)(count, **more)
     return protection
 
 
