@@ -61,8 +61,8 @@ def _live(position: Tensor) -> list[list[int]]:
 
 def take(runner: str) -> None:
     """Have vLLM take its first or second runner. That asks for a Triton that makes code for CPUs, where the interpreter is as good."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
-    if runner == "v2":
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner != "v1"))
+    if runner != "v1":
         from triton.backends import backends
 
         backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)

@@ -96,7 +96,16 @@ class PolicyBackend(OwnBackend):
 class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[misc]
     """Sorts a step's requests for the layers that have pages of one kind."""
 
-    _cudagraph_support = AttentionCGSupport.NEVER
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """On GPUs vLLM captures steps in which each request has one token. It replays them for a prompt's last token, too, unless prompts
+        come whole.
+        """
+        plan, scheduler = Plan.of(vllm_config), vllm_config.scheduler_config
+        whole = plan is not None and plan.whole and not scheduler.long_prefill_token_threshold
+        if current_platform.is_cpu() or not whole or not vllm_config.use_v2_model_runner:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -154,6 +163,10 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row, None if reader is None else reader.of_answer(before + row - first)))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> EveryOne:
+        """Nobody's tokens: the table has no blocks."""
+        return self._every_one(common_attn_metadata.block_table_tensor[:, 0])
 
     def _every_one(self, pages: Tensor) -> EveryOne:
         """A step that does not wait for the device: the kernels' arguments stay where they are. Block 0 belongs to no request."""
