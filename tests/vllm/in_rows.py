@@ -1,7 +1,8 @@
 """An engine whose pages are the rows of one state, as on a GPU, with the kernels in Triton's interpreter: what it says, and what it keeps.
 
-TRITON_INTERPRET=1 python -m tests.vllm.in_rows triton POLICY v2    (or cpu, where pages are blocks; or v1, vLLM's first runner; or graphs or
-stale, see `played_capture`)
+TRITON_INTERPRET=1 python -m tests.vllm.in_rows triton POLICY v2
+
+Or `cpu`, where pages are blocks; or `v1`, vLLM's first runner; or `graphs` or `stale`, see `played_capture`.
 """
 
 from __future__ import annotations

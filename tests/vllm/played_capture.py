@@ -88,7 +88,9 @@ class Graphs:
         from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
 
         self._runner = runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        self._layers = {name: one for name, one in runner.compilation_config.static_forward_context.items() if hasattr(one, "impl")}
+        self._layers = {
+            name: one for name, one in runner.compilation_config.static_forward_context.items() if hasattr(one, "impl")
+        }
         self.replayed: dict[tuple[int, int], int] = {}
         self._tapes: dict[tuple[int, str], tuple[tuple[Tensor, ...], Tape]] = {}
         self._metadata: dict[int, Any] = {}
@@ -154,4 +156,3 @@ class Graphs:
         ):
             found: Tensor = runner.model(input_ids=buffers.input_ids[:size], positions=buffers.positions[:size])
         return found
-

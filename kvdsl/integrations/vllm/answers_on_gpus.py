@@ -100,6 +100,8 @@ class StepBuilderOnGpus(StepBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        for name in layer_names:
+            vllm_config.compilation_config.static_forward_context[name].impl.let_go()
         rows = vllm_config.scheduler_config.max_num_seqs
         self._asked = torch.arange(rows, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(3, rows, dtype=torch.int32, device=device)
@@ -131,7 +133,7 @@ class StepBuilderOnGpus(StepBuilder):
 
         Args:
             lengths: the prompts'.
-            prompts: whether there may be tokens of prompts, as the last one of a prompt of which the rest was found in the cache.
+            prompts: whether there may be tokens of prompts: the last one, where the rest was found in the cache.
         """
         tables, size = known.block_table_tensor, self.kv_cache_spec.block_size
         padded, count = len(tables), min(len(lengths), len(tables))
@@ -163,6 +165,8 @@ class AnswersOnGpus(AnswerAttention):
 
     aligned = True
     room: Any
+    _prompts: Any
+    _answers: Any
 
     def _make(self, config: Any, sliding_window: int | None) -> None:
         from kvdsl.runtime.gpu.answers import Room
@@ -177,8 +181,12 @@ class AnswersOnGpus(AnswerAttention):
         others = (getattr(layer, "impl", None) for layer in config.compilation_config.static_forward_context.values())
         rooms = (one.room for one in others if isinstance(one, AnswersOnGpus))
         self.room = next(rooms, None) or Room(config.scheduler_config.max_num_seqs)
-        self._answers: Any = None
-        self._address = 0
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free what belongs to a cache: vLLM makes a small one to measure graphs, then the real one."""
+        self._address, self._blocks, self._prompts, self._answers = 0, torch.empty(0), None, None
+        self.room.shared.clear()
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepOnGpus | None,

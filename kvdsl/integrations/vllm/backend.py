@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
+from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.blocks import PageSpec
 from kvdsl.integrations.vllm.caches import InRows
@@ -120,7 +121,12 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         # vLLM passes prompts' lengths only to attention that treats a prompt differently from what follows. It has one kind of that, with
         # this window, and checks only whether the number is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        self._in_rows = isinstance(layers[layer_names[0]].impl.caches, InRows)
+        own = [layers[name].impl.caches for name in layer_names]
+        self._in_rows = isinstance(own[0], InRows)
+        for one in own:
+            if isinstance(one, InRows):
+                one.let_go()
+        self._captured = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         requests = vllm_config.scheduler_config.max_num_seqs
         self._every = EveryOne(
             torch.zeros(requests, dtype=torch.int32, device=device),
@@ -157,6 +163,10 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
             reader = None if self._texts is None else self._texts.rows[request].reader
             if behind > first:
+                if before and self._captured:
+                    raise KvdslError(
+                        "a prompt that goes on is not served where vLLM captures steps: send it as a new request"
+                    )
                 read = before + behind - first
                 token_values = None if reader is None else reader.of_prompt(before, read)
                 prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, token_values=token_values))
