@@ -18,3 +18,12 @@ def test_requests_get_what_they_get_alone(policy: str, runner: str) -> None:
     assert found["hits"] == [0, 128, 0]
     assert all(count > 0 for count in found["steps"])
     assert found["other"] > 100 * NEAR
+
+
+def test_replays_of_captured_steps_answer_the_same() -> None:
+    """Also beside padding, and for requests that join, leave and lose their blocks. vLLM replays a graph for a prompt's last token, too, if
+    the rest was found in the cache.
+    """
+    found = told("tests.vllm.answers_on_gpus", "h2o_answer", "graphs")
+    assert found["hits"] == [0, 128, 0]
+    assert {size for size, requests in found["replayed"] if requests < size} == {2, 4}

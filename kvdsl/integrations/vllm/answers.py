@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
@@ -59,8 +59,6 @@ class AnswerBackend(OwnBackend):
 
 class StepBuilder(AttentionMetadataBuilder[Any]):  # type: ignore[misc]
     """Sorts a step's tokens for the layers that see the whole text. vLLM's own builder serves layers with a window."""
-
-    _cudagraph_support = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.answer_attention import AnswerAttention
@@ -40,17 +40,19 @@ class AnswerBackendOnGpus(AnswerBackend):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A token of each of several requests, behind their prompts.
+    """A token of each of several requests.
 
     Attributes:
         rows: where they are among the step's tokens.
         asked: int32 [tokens], their requests' rows of the table. places, ends: int32 [tokens], see `Behind`.
+        inside: bool [tokens, 1, 1], which are tokens of prompts; None if none is.
     """
 
     rows: Tensor | slice
     asked: Tensor
     places: Tensor
     ends: Tensor
+    inside: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,15 @@ class StepOnGpus:
         segments: all of them, as they attend to prompts.
         tables: int32 [requests, blocks].
         decoded: the first tokens behind prompts, then the second ones, and so on.
-        sorted: the same on the host, with the prompts' tokens; None if each request has one token behind its prompt.
+        written: prompts' tokens: where they are among the step's, their blocks, and their places in these; None if there are none.
+        sorted: the same on the host; None if each request has one token.
     """
 
     segments: Segments
     tables: Tensor
     decoded: list[Decoded]
+    written: tuple[Tensor | slice, Tensor, Tensor] | None
     sorted: Step | None = None
-
-    @classmethod
-    def of_all(cls, known: Any) -> StepOnGpus:
-        """A step in which each request has one token behind its prompt. Nothing waits for the device."""
-        device = known.seq_lens.device
-        ends = known.rswa_prefix_lens.to(device, torch.int32, non_blocking=True)
-        count = min(len(ends), len(known.block_table_tensor))
-        ends, tables = ends[:count], known.block_table_tensor[:count].contiguous()
-        asked = torch.arange(count, dtype=torch.int32, device=device)
-        segments = Segments(known.query_start_loc[: count + 1], ends, tables, [1] * count, known.max_seq_len)
-        return cls(segments, tables, [Decoded(slice(count), asked, known.seq_lens[:count].int() - 1, ends)])
 
     @classmethod
     def of(cls, step: Step, known: Any) -> StepOnGpus:
@@ -98,20 +91,66 @@ class StepOnGpus:
             Decoded(one.row.to(device), *(x.to(device, torch.int32) for x in (one.request, one.place, one.prompt)))
             for one in step.generated
         ]
-        return cls(segments, tables, decoded, step)
+        written = (step.rows.to(device), step.block.to(device), step.offset.to(device)) if step.parts else None
+        return cls(segments, tables, decoded, written, step)
 
 
 class StepBuilderOnGpus(StepBuilder):
-    """See `StepBuilder`. vLLM captures the model around attention; a whole step is in no graph yet."""
+    """See `StepBuilder`. vLLM captures steps in which each request has one token: what they read stays where it is."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        for name in layer_names:
+            vllm_config.compilation_config.static_forward_context[name].impl.let_go()
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self._asked = torch.arange(rows, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self._written = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._inside = torch.zeros(rows, 1, 1, dtype=torch.bool, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Without vLLM's kernel, in float32, each row of a graph would read as much as the longest prompt."""
+        captures = vllm_config.use_v2_model_runner and kv_cache_spec.dtype != torch.float32
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if captures else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepOnGpus | None:
-        """See `StepBuilder.build`. The host reads nothing in a step in which each request has one token behind its prompt."""
+        """See `StepBuilder.build`. The host reads nothing in a step in which each request has one token."""
         known = common_attn_metadata
         if known.rswa_prefix_lens is None:
             return None
-        if known.max_query_len == 1 and not bool(known.is_prefilling.any()):
-            return StepOnGpus.of_all(known)
+        if known.max_query_len == 1:
+            return self._every_one(known, known.rswa_prefix_lens, prompts=bool(known.is_prefilling.any()))
         return StepOnGpus.of(self._sorter.sort(known), known)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepOnGpus:
+        """Nobody's tokens: the table has no blocks."""
+        known = common_attn_metadata
+        return self._every_one(known, torch.zeros_like(known.seq_lens), prompts=True)
+
+    def _every_one(self, known: Any, lengths: Tensor, *, prompts: bool) -> StepOnGpus:
+        """A step in which each request has one token. Rows without a request have no blocks.
+
+        Args:
+            lengths: the prompts'.
+            prompts: whether there may be tokens of prompts: the last one, where the rest was found in the cache.
+        """
+        tables, size = known.block_table_tensor, self.kv_cache_spec.block_size
+        padded, count = len(tables), min(len(lengths), len(tables))
+        tokens = known.seq_lens[:padded]
+        places, ends, read = self._numbers[:, :padded]
+        ends[:count].copy_(lengths[:count], non_blocking=True)
+        ends[count:].zero_()
+        torch.sub(tokens, 1, out=places).clamp_(min=0)
+        torch.minimum(ends, tokens, out=read)
+        inside, (block, offset) = self._inside[:padded], self._written[:, :padded]
+        torch.lt(places, ends, out=inside[:, 0, 0])
+        block.copy_(tables.gather(1, (places // size).long()[:, None])[:, 0]).mul_(inside[:, 0, 0])  # block 0 is nobody's
+        offset.copy_(places % size)
+        rows, tables = slice(count), tables[:count]
+        segments = Segments(known.query_start_loc[: count + 1], read[rows], tables, [1] * count, known.max_seq_len)
+        decoded = Decoded(rows, self._asked[rows], places[rows], ends[rows], inside[rows] if prompts else None)
+        return StepOnGpus(segments, tables, [decoded], (rows, block[rows], offset[rows]) if prompts else None)
 
 
 class AnswersOnGpus(AnswerAttention):
@@ -126,6 +165,8 @@ class AnswersOnGpus(AnswerAttention):
 
     aligned = True
     room: Any
+    _prompts: Any
+    _answers: Any
 
     def _make(self, config: Any, sliding_window: int | None) -> None:
         from kvdsl.runtime.gpu.answers import Room
@@ -140,8 +181,12 @@ class AnswersOnGpus(AnswerAttention):
         others = (getattr(layer, "impl", None) for layer in config.compilation_config.static_forward_context.values())
         rooms = (one.room for one in others if isinstance(one, AnswersOnGpus))
         self.room = next(rooms, None) or Room(config.scheduler_config.max_num_seqs)
-        self._answers: Any = None
-        self._address = 0
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free what belongs to a cache: vLLM makes a small one to measure graphs, then the real one."""
+        self._address, self._blocks, self._prompts, self._answers = 0, torch.empty(0), None, None
+        self.room.shared.clear()
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepOnGpus | None,
@@ -153,12 +198,12 @@ class AnswersOnGpus(AnswerAttention):
         step = attn_metadata
         if kv_cache.data_ptr() != self._address:  # at first, or vLLM has made another cache
             self._take(extract_layer_index(layer.layer_name), kv_cache, self._call(query[:1], key[:1], value[:1]))
-        if step.sorted is not None and step.sorted.parts:
-            rows, block, offset = (x.to(key.device) for x in (step.sorted.rows, step.sorted.block, step.sorted.offset))
+        if step.written is not None:
+            rows, block, offset = step.written
             self._blocks[block, :, 0, offset], self._blocks[block, :, 1, offset] = key[rows], value[rows]
         tokens = step.segments.tokens
         found, lse = self._prompts.read(step.segments, query[:tokens])
-        if step.sorted is not None:
+        if step.written is not None:
             output[:tokens] = found if self._sinks is None else found * (lse - self._sinks).sigmoid()[..., None]
         for one in step.decoded:
             self._decode_on_device(one, step.tables, (query, key, value), found, lse, output)
@@ -192,4 +237,5 @@ class AnswersOnGpus(AnswerAttention):
 
         behind = Behind(found[one.rows], lse[one.rows], tables, one.asked, one.places, one.ends)
         call = self._call(*(x[one.rows] for x in vectors))
-        output[one.rows] = self._answers.decode(call, behind, check=self.number == 0)[:, 0]
+        out = self._answers.decode(call, behind, check=self.number == 0)[:, 0]
+        output[one.rows] = out if one.inside is None else out.where(~one.inside, output[one.rows])

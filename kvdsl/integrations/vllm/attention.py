@@ -150,11 +150,12 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     def _attend(self, step: Step | EveryOne, vectors: Vectors, kv_cache: Tensor, output: Tensor) -> None:
         """`forward`, in the dtype in which the backend computes."""
         vectors = cast("Vectors", tuple(x.to(self._computed_in) for x in vectors))
+        blocks = kv_cache.view(len(kv_cache), -1).view(torch.uint8)
         if isinstance(step, EveryOne):
             assert isinstance(self.caches, InRows)  # only these have such steps
+            self.caches.meet(None, blocks, vectors)
             self.caches.decode_every_one(step, vectors, output)
             return
-        blocks = kv_cache.view(len(kv_cache), -1).view(torch.uint8)
         for prompt in step.prompts():
             self.caches.meet(prompt, blocks, vectors)
         for batch in step.batches:

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
+from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.blocks import PageSpec
 from kvdsl.integrations.vllm.caches import InRows
@@ -96,7 +97,16 @@ class PolicyBackend(OwnBackend):
 class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[misc]
     """Sorts a step's requests for the layers that have pages of one kind."""
 
-    _cudagraph_support = AttentionCGSupport.NEVER
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """On GPUs vLLM captures steps in which each request has one token. It replays them for a prompt's last token, too, unless prompts
+        come whole.
+        """
+        plan, scheduler = Plan.of(vllm_config), vllm_config.scheduler_config
+        whole = plan is not None and plan.whole and not scheduler.long_prefill_token_threshold
+        if current_platform.is_cpu() or not whole or not vllm_config.use_v2_model_runner:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -111,7 +121,12 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         # vLLM passes prompts' lengths only to attention that treats a prompt differently from what follows. It has one kind of that, with
         # this window, and checks only whether the number is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        self._in_rows = isinstance(layers[layer_names[0]].impl.caches, InRows)
+        own = [layers[name].impl.caches for name in layer_names]
+        self._in_rows = isinstance(own[0], InRows)
+        for one in own:
+            if isinstance(one, InRows):
+                one.let_go()
+        self._captured = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
         requests = vllm_config.scheduler_config.max_num_seqs
         self._every = EveryOne(
             torch.zeros(requests, dtype=torch.int32, device=device),
@@ -148,12 +163,20 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
             reader = None if self._texts is None else self._texts.rows[request].reader
             if behind > first:
+                if before and self._captured:
+                    raise KvdslError(
+                        "a prompt that goes on is not served where vLLM captures steps: send it as a new request"
+                    )
                 read = before + behind - first
                 token_values = None if reader is None else reader.of_prompt(before, read)
                 prompts.append(Prompt(first, behind, block, begins=before == 0, ends=read == end, token_values=token_values))
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row, None if reader is None else reader.of_answer(before + row - first)))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> EveryOne:
+        """Nobody's tokens: the table has no blocks."""
+        return self._every_one(common_attn_metadata.block_table_tensor[:, 0])
 
     def _every_one(self, pages: Tensor) -> EveryOne:
         """A step that does not wait for the device: the kernels' arguments stay where they are. Block 0 belongs to no request."""

@@ -129,16 +129,23 @@ class InRows:
     ) -> None:  # fmt: skip
         self._backend, self._page, self._new, self._call = backend, page, new, call
         self._requests, self.works = requests, works
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free what belongs to vLLM's cache: it makes a small one to measure graphs, then the real one."""
+        self._address = 0
         self._state: SlotState | None = None
         self._rows: Any = None
         """The state's, a `kvdsl.runtime.gpu.rows.Rows`: importing it needs Triton."""
+        self.works.clear()
 
-    def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
-        """Make the state at the first prompt of all: its tensors are those in the blocks."""
-        if self._rows is not None:
+    def meet(self, prompt: Prompt | None, blocks: Tensor, vectors: Vectors) -> None:
+        """Make the state at the first step of all: its tensors are those in the blocks. vLLM may make other blocks later."""
+        if blocks.data_ptr() == self._address:
             return
         from kvdsl.runtime.gpu import rows
 
+        self._address = blocks.data_ptr()
         call = self._call(*(x[None, :1] for x in vectors))
         self._state = self._new()
         self._state.window = call.window

@@ -19,6 +19,7 @@ USED: dict[str, dict[str, str]] = {
     "vllm.config": {
         "get_current_vllm_config": "",
         "get_current_vllm_config_or_none": "",
+        "VllmConfig.use_v2_model_runner": "",
         "CacheConfig": "block_size user_specified_block_size",
         "ModelConfig.get_num_kv_heads": "parallel_config",
         "ModelConfig.get_head_size": "",
@@ -50,7 +51,10 @@ USED: dict[str, dict[str, str]] = {
         "AttentionBackend.supported_kv_cache_layouts": "",
         "AttentionBackend.get_supported_kernel_block_sizes": "",
         "AttentionImpl": "",
+        "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": "",
         "AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+        "AttentionMetadataBuilder.build_for_cudagraph_capture": "common_attn_metadata",
+        "AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
         "CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens block_table_tensor max_query_len max_seq_len "
         "is_prefilling rswa_prefix_lens",
     },

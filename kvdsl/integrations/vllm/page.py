@@ -64,7 +64,7 @@ class Page:
             blocks: uint8 [blocks, at least `bytes`], in one piece.
             state: of the policy, for the shapes that it declares.
         """
-        flat, count, found = blocks.flatten(), len(blocks), {}
+        flat, count, found = blocks.view(-1), len(blocks), {}  # a copy would be no block's
         for name, (at, shape, dtype) in self.parts.items():
             batch = state.declared[name].batch
             assert batch is not None and shape[batch] == 1, name

@@ -125,7 +125,7 @@ def move(
     plane, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end, now = tl.load(ends + row), tl.load(places + row)
     own = tables + tl.load(asked + row).to(tl.int64) * width + tl.cdiv(end, SIZE)
-    state = tl.load(own).to(tl.int64)
+    state = tl.where(now < end, 0, tl.load(own).to(tl.int64))  # a token of a prompt has no answer yet
     there = tl.where(state != 0, slots, 0)  # slots of a request
     held = tl.where(now == end, 0, there)  # and those with a state: an answer that begins has none yet
     words += state * block_words
