@@ -237,16 +237,6 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._has_rate_of_one = self.state.settings.keeps_a_share() and bool(checks.texts_of_one(self.state).any())
         return out
 
-    @property
-    def can_begin_again(self) -> bool:
-        """Whether the coming forward is the first prompt and takes nothing that it could not take twice."""
-        return not (self.counted or self.turn_ends or self.state.spec.supplied) and self.undo.log is None
-
-    def begin_again(self) -> None:
-        """Drop the first prompt, to read it again."""
-        self.state.begin_again()
-        self.counted = 0
-
     # -- a forward that torch.compile traces ---------------------------------------------------------------------------
 
     @property

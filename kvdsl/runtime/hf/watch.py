@@ -11,6 +11,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.text import repeats_rows
 from kvdsl.runtime.hf.versions import is_of_tokens, text_config
+from kvdsl.runtime.torch.prefill import drop_prompt
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
@@ -53,7 +54,7 @@ class Watch:
             KvdslError: if the cache has no model, or if the last forward was interrupted.
         """
         self._sync.require_model()
-        self._sync.begin_forward(defers=all(layer.can_begin_again for layer in self._layers))
+        self._sync.begin_forward(defers=all(map(_can_begin_again, self._layers)))
         self._sync.guesses = guesses
         self.hear_ids(ids)
         self._sync.text.note(ids, embeddings, self._sync.length)
@@ -74,7 +75,8 @@ class Watch:
         if self._sync.is_right():
             return False
         for layer in self._layers:
-            layer.begin_again()
+            drop_prompt(layer.state)
+            layer.counted = 0
         self._sync.begin_again()
         return True
 
@@ -137,3 +139,8 @@ class Watch:
         if cached and text is not None and columns < cached + text.shape[1]:
             self.check_text(ids, embeddings)
             speculation.refuse_second_run(cached)
+
+
+def _can_begin_again(layer: SlotLayer) -> bool:
+    """Whether the coming forward is the layer's first prompt and takes nothing that it could not take twice."""
+    return not (layer.counted or layer.turn_ends or layer.state.spec.supplied) and layer.undo.log is None

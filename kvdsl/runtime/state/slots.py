@@ -190,13 +190,6 @@ class SlotState(Linked):
         if self.together is not None:
             self.together.forget()
 
-    def begin_again(self) -> None:
-        """Drop the first prompt, to read it again. Its tensors are reused."""
-        expected, turns, tensors = self.expected, self.settings.turns, self.tensors()
-        self.reset()
-        self.expected, self.settings.turns = expected, turns
-        self.lay_into(tensors)
-
     def stays_fixed(self) -> bool:
         """Whether the slots never grow while decoding. Before the first prompt: whether that holds for any prompt."""
         return not self.room.grows if self.allocated else self.room.stays_fixed()

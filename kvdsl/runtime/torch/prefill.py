@@ -62,8 +62,16 @@ def prefill(
     out = _prefill(state, call, attend, kernel, later)
     if later.is_right():
         return out
-    state.begin_again()
+    drop_prompt(state)
     return _prefill(state, call, attend, kernel)
+
+
+def drop_prompt(state: SlotState) -> None:
+    """Drop the first prompt, to read it again. Its tensors are reused."""
+    expected, turns, tensors = state.expected, state.settings.turns, state.tensors()
+    state.reset()
+    state.expected, state.settings.turns = expected, turns
+    state.lay_into(tensors)
 
 
 def _prefill(
