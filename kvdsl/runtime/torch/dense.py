@@ -68,15 +68,16 @@ def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
     outs, lses = zip(*parts, strict=True)
     out, lse = (outs[0], lses[0]) if len(parts) == 1 else (torch.cat(outs), torch.cat(lses))
     seen = [x for x in (prompt.call.query, prompt.kept["keys"], prompt.kept["values"]) if x.numel()]
-    largest = [*torch._foreach_norm(seen, torch.inf, dtype=torch.float32), torch.linalg.vector_norm(lse, torch.inf)]
+    # An infinite square only costs the slower way. In float16 squares are added in float32.
+    norms = torch._foreach_norm(seen, 2, dtype=torch.float32 if seen[0].dtype == torch.float16 else None)
+    ends = lse.aminmax()
     if prompt.later is None:
-        numbers = read(largest)
-        prompt.far = not numbers[-1] <= FAR
+        numbers = read([*norms, *ends])
+        prompt.far = not all(abs(number) <= FAR for number in numbers[-2:])
         return (out, lse) if all(map(isfinite, numbers)) else None
-    prompt.far, limits = False, [sys.float_info.max] * len(largest)
-    if prompt.state.spec.reads_attention:
-        limits[-1] = FAR
-    prompt.later.doubts += zip(largest, limits, strict=True)
+    prompt.far, most = False, sys.float_info.max
+    limit = FAR if prompt.state.spec.reads_attention else most
+    prompt.later.doubts += [*((x, most) for x in norms), *((x, limit) for x in ends)]
     return out, lse
 
 
