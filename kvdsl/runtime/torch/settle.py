@@ -7,7 +7,6 @@ stays. Protected slots are evicted only when no others are left, those in `ends`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partialmethod
 
 import torch
 from torch import Tensor
@@ -110,8 +109,19 @@ class Ballot:
     def _note(self, form: str, by: Tensor | float | None, count: Tensor | float = 0, **more: bool) -> None:
         self.lines.append((form, self.position if by is None else _per_slot(by, self.position), count, more))
 
-    first, last = partialmethod(_note, "first", None), partialmethod(_note, "last", None)
-    top, where = partialmethod(_note, "top"), partialmethod(_note, "where")
+    # Methods that are written out, since `torch.compile` does not trace `partialmethod`.
+
+    def first(self, count: Tensor | float, *, ends_last: bool = False) -> None:
+        self._note("first", None, count, ends_last=ends_last)
+
+    def last(self, count: Tensor | float, *, ends_last: bool = False) -> None:
+        self._note("last", None, count, ends_last=ends_last)
+
+    def top(self, by: Tensor | float, count: Tensor | float) -> None:
+        self._note("top", by, count)
+
+    def where(self, condition: Tensor | bool) -> None:
+        self._note("where", condition)
 
 
 def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
