@@ -85,7 +85,7 @@ class _Recorder(TorchBackend):
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         query, key, value = (x.float() for x in (call.query, call.key, call.value))
-        self.found[state.layer] = Recording(call._replace(query=query, key=key, value=value))
+        self.found[state.layer] = Recording(call._replace(query=query, key=key, value=value, forward=None))
         return super().prefill(state, call)
 
 
