@@ -87,8 +87,10 @@ def _named(name: str) -> Iterator[Path | SourceFile]:
         beside = path.with_name(f"{path.stem}_test.kv")
         yield beside if beside.is_file() else path
     else:
-        stem = find_policy(name).stem
-        raise KvdslError(_no_tests(stem, stem))
+        found = find_policy(name)
+        if isinstance(found, Path):
+            raise KvdslError(f"an installed kvdsl has no tests of `{name}`: they are in its repository, next to the policy")
+        raise KvdslError(_no_tests(found.stem, found.stem))
 
 
 def _no_tests(name: str, stem: str) -> str:

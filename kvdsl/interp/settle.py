@@ -143,7 +143,9 @@ PROTECTS: Mapping[str, Callable[[Indices, Any, float], Mask]] = {
     "top": lambda position, by, count: _lowest(ascending(by, position)[::-1], count),
     "where": lambda position, by, count: by != 0,
 }
-"""Which slots each form of `keep` protects, by their positions, [n], what it ranks or filters by, [n], and its count."""
+"""Which slots each form of `keep` protects, by their positions, [n], what it ranks or filters by, [n], and its count. Among equals the
+newer slot ranks higher.
+"""
 
 
 def _lowest(order: Indices, count: float) -> Mask:

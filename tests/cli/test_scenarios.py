@@ -128,6 +128,12 @@ def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str], arguments: tuple
     assert result.out == "" or result.out.endswith("0 passed, 0 failed, 1 file not run\n")
 
 
+def test_a_shipped_policy_without_tests(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a wheel, which leaves most of them out."""
+    monkeypatch.setattr("kvdsl.cli.test._shipped", dict)
+    assert "an installed kvdsl has no tests of `h2o`" in run(capsys, "test", "h2o", code=2).err
+
+
 # -- files of tests among other commands -------------------------------------------------------------------------------
 
 
